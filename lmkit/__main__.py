@@ -29,10 +29,8 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     While torch is imported, exit at once: parts of torch swallow the exception.
     """
     while frame is not None:
-        if (
-            frame.f_code.co_name == "<module>"
-            and frame.f_globals.get("__name__", "").partition(".")[0] == "torch"
-        ):
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if frame.f_code.co_name == "<module>" and package == "torch":
             if number != signal.SIGINT:
                 os._exit(128 + number)
             _exit_interrupted()

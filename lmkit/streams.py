@@ -18,8 +18,6 @@ from lmkit.errors import LmkitError, reason
 
 Progress = Callable[[str, int, int], None]
 """Called with the name of a stage, how much of it is done, and how much there is (bytes, steps, cases)."""
-LOST: dict[str, str] = {}
-"""Name of a stream that could not be written -> why."""
 _results: list[TextIO] = []
 _CONTROLS = (*range(0x20), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
 _SHOWN = dict.fromkeys(_CONTROLS, "\N{REPLACEMENT CHARACTER}") | str.maketrans("\t\n\r", "\t\n\r")
@@ -113,7 +111,7 @@ class _Descriptor(io.FileIO):
         try:
             return super().write(data)
         except OSError as error:
-            LOST[self.stream] = "it is closed" if error.errno == errno.EBADF else reason(error)
+            why = "it is closed" if error.errno == errno.EBADF else reason(error)
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.fileno())
             os.close(nowhere)
@@ -124,4 +122,4 @@ class _Descriptor(io.FileIO):
             hint = (
                 "redirect it to a file, or to a program that reads to the end; files already written are kept"
             )
-            raise LmkitError("output.lost", f"stdout: {LOST['stdout']}", hint=hint) from error
+            raise LmkitError("output.lost", f"stdout: {why}", hint=hint) from error

@@ -133,7 +133,8 @@ def _flags(name: str) -> Iterator[_Flag]:
         metadata = getattr(annotation, "__metadata__", ())
         type_ = get_args(annotation)[0] if metadata else annotation
         several = get_origin(type_) is tuple
-        kind = _scalar(get_args(type_)[0] if several else type_)
+        item = get_args(type_)[0] if several else type_
+        kind = next((part for part in (item, *get_args(item)) if part in (int, float, bool)), str)
         dashed = "--" + key.replace("_", "-")
         names = [other for extra in metadata if isinstance(extra, FlagNames) for other in extra.names]
         declared = [f"{dashed}/--no-{dashed[2:]}"] if kind is bool else [dashed, *names]
@@ -148,11 +149,6 @@ def _flags(name: str) -> Iterator[_Flag]:
             if isinstance(extra, Shortcut):
                 short = Annotated[bool | None, option(extra.help, extra.name)]
                 yield _Flag(extra.name.strip("-").replace("-", "_"), key, short, constant=extra.value)
-
-
-def _scalar(annotation: Any) -> type:
-    """Return int, float or bool if a key takes one, else str."""
-    return next((part for part in (annotation, *get_args(annotation)) if part in (int, float, bool)), str)
 
 
 def _words(annotation: Any) -> str | None:

@@ -137,10 +137,7 @@ SEPARATOR = "\n\n---\n\n"
 
 def as_text(generations: Iterable[Generation]) -> str:
     """Return the texts as they are printed, each with its prompt."""
-    texts = []
-    for made in generations:
-        texts.append((made.prompt + made.text).rstrip("\n"))
-    return SEPARATOR.join(texts) + "\n"
+    return SEPARATOR.join((made.prompt + made.text).rstrip("\n") for made in generations) + "\n"
 
 
 def _fields(number: int, made: Generation) -> dict[str, Any]:
@@ -165,9 +162,7 @@ def continue_prompts(
         from lmkit import generation
 
         # The prompt is written with the first piece: whatever is wrong with it has been refused by then.
-        prompts: list[str] = []
-        for prompt in table.prompts:
-            prompts += [prompt] * samples
+        prompts = [prompt for prompt in table.prompts for _ in range(samples)]
         unwritten = prompts[:] if stream is not None and len(prompts) == 1 else []
 
         def on_text(row: int, piece: str) -> None:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
-from itertools import chain, count, repeat, zip_longest
+from itertools import chain, count, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -162,11 +162,11 @@ class StageRecord:
         self.content: dict[str, list[str]] = {}
         for key in FILES:
             self.sources[key] = paths_of(recipe, key)
-            self.content[key] = []
-            for path in self.sources[key] if reads_sources else ():
-                self.content[key].append(self._digest(_checked(path, key)))
-            for entry in () if reads_sources else reversed(self.entries.values()):
-                self.content[key] = entry.get("content", {}).get(key, self.content[key])
+            if reads_sources:
+                self.content[key] = [self._digest(_checked(path, key)) for path in self.sources[key]]
+                continue
+            noted_content = (entry.get("content", {}) for entry in self.entries.values())
+            self.content[key] = next((content[key] for content in noted_content if key in content), [])
         # A stage reads its tables and those of the stages before it.
         self._reads: dict[str, dict[str, Any]] = {}
         self._defaults: dict[str, Any] = {}
@@ -179,9 +179,7 @@ class StageRecord:
                     for key, value in source.model_dump(mode="json").items():
                         into[f"{name}.{key}"] = value
             values["corpus.separator"], self._defaults["corpus.separator"] = self.mark, END_OF_TEXT
-            for key in FILES:
-                if key in values:
-                    content[key] = self.content[key]
+            content |= {key: self.content[key] for key in FILES if key in values}
             for key in (*NO_EFFECT, *FILES):
                 values.pop(key, None)
             self._reads[stage] = {"values": dict(values), "content": dict(content)}
@@ -220,9 +218,7 @@ class StageRecord:
         """Return what a finished stage made."""
         outputs: Outputs = {}
         for role, names in self.entries[stage]["outputs"].items():
-            outputs[role] = []
-            for name in names:
-                outputs[role].append(self.folder / name if name.startswith(_INSIDE) else Path(name))
+            outputs[role] = [self.folder / name if name.startswith(_INSIDE) else Path(name) for name in names]
         return outputs
 
     def _name(self, path: Path) -> str:
@@ -298,9 +294,8 @@ class Pipeline:
         begin = len(names) if from_stage is None else names.index(from_stage)
         self.redone = names[0 if force else begin :]
         if skip_data and (redone := [stage for stage in self.redone if stage in DATA_STAGES]):
-            message = (
-                f"--skip-data uses the data that {'--force' if force else '--from ' + redone[0]} makes again"
-            )
+            other = "--force" if force else f"--from {redone[0]}"
+            message = f"--skip-data uses the data that {other} makes again"
             raise UsageError("run.options_exclude", message, hint="leave out one of them")
         self.folder = recipe.run.path
         self.checkpoints = self.folder / run_folder.CHECKPOINTS
@@ -362,19 +357,14 @@ class Pipeline:
         folder, restarts = os.path.realpath(self.folder), "train" in self.redone
         names = (*run_folder.RUN_FILES, run_folder.CHECKPOINTS) if restarts else run_folder.RUN_FILES
         recipe = self.recipe
-        sources: list[tuple[str, Path]] = []
-        for key, paths in self.record.sources.items():
-            sources += zip(repeat(key), paths)
+        sources = [(key, path) for key, paths in self.record.sources.items() for path in paths]
         if recipe.checkpoint.resume not in ("auto", "never"):
             sources.append(("checkpoint.resume", Path(recipe.checkpoint.resume)))
         if self.train.init_from is not None:
             sources.append(("train.init_from", self.train.init_from))
         for part in ("train", "valid"):
-            tokens = getattr(recipe.data, part)  # the run's own token files are made again
-            if (
-                tokens is not None
-                and tokens.absolute() != run_folder.token_file(self.folder, part).absolute()
-            ):
+            tokens, own_file = getattr(recipe.data, part), run_folder.token_file(self.folder, part)
+            if tokens is not None and tokens.absolute() != own_file.absolute():  # those are made again
                 sources.append((f"data.{part}", tokens))
         own = list(map(os.path.realpath, map(self.folder.joinpath, names)))
         for key, path in sources:
@@ -608,10 +598,7 @@ def _summary(run: Pipeline, done: dict[str, str]) -> Result:
     training = read_object(run.folder / "training.json")
     train = open_tokens(run_folder.token_file(run.folder, "train")).meta
     valid = open_tokens(run_folder.token_file(run.folder, "valid")).meta
-    files: dict[str, Path] = {}
-    for path in sorted(run.folder.iterdir()):
-        if path.name != ".lock":
-            files[path.name] = path
+    files = {path.name: path for path in sorted(run.folder.iterdir()) if path.name != ".lock"}
     fields: dict[str, Any] = {
         "folder": run.folder,
         "stages": done,

@@ -70,9 +70,8 @@ def plan(
         assumed = f"\n{awaited} is not there yet: counted with tokenizer.vocab_size = {loaded.tokenizer.vocab_size:,}"
     if all_gpus:
         plans = {name: planning.plan(loaded, card, ranks=ranks) for name, card in CARDS.items()}
-        return Result(
-            _table(plans) + assumed, {"gpus": {name: _fields(made) for name, made in plans.items()}}
-        )
+        gpus = {name: _fields(made) for name, made in plans.items()}
+        return Result(_table(plans) + assumed, {"gpus": gpus})
     made = planning.plan(loaded, known[gpu.lower()] if gpu is not None else card_here(), ranks=ranks)
     text, fields = _text(made) + assumed, _fields(made)
     if check:
@@ -221,16 +220,12 @@ def _features(has_gpu: bool) -> dict[str, str]:
             features[name] = f"no: {refusal}"
         elif has_gpu and ATTENTION.facts(name).implementation is not None:
             features[name] = _implementation(name)
+    best = next(name for name, refusal in operations.items() if not refusal)
     others = [f" ({name}: {refusal})" for name, refusal in operations.items() if refusal]
-    features["operations"] = next(name for name, refusal in operations.items() if not refusal) + "".join(
-        others
-    )
-    registries: dict[str, Registry[Any]] = {
-        "strategies": STRATEGIES,
-        "optimizers": OPTIMIZERS,
-        "datasets": DATASETS,
-    }
-    features |= {title: ", ".join(registry.names) for title, registry in registries.items()}
+    features["operations"] = best + "".join(others)
+    features["strategies"] = ", ".join(STRATEGIES.names)
+    features["optimizers"] = ", ".join(OPTIMIZERS.names)
+    features["datasets"] = ", ".join(DATASETS.names)
     features["ranks"] = "nccl, gloo" if has_gpu else "gloo"
     for package, extra in {"wandb": "wandb", "tensorboard": "tensorboard", "lm_eval": "eval"}.items():
         found = importlib.util.find_spec(package)

@@ -76,9 +76,7 @@ def follow() -> str:
 def alone() -> Iterator[None]:
     """Hide the environment of torchrun: the code inside runs in one process and waits for no other rank."""
     names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
-    hidden = {}
-    for name in os.environ.keys() & names:
-        hidden[name] = os.environ.pop(name)
+    hidden = {name: os.environ.pop(name) for name in os.environ.keys() & names}
     try:
         yield
     finally:

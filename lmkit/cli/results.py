@@ -117,7 +117,7 @@ def rerun(
         output: The new folder; default: FOLDER-rerun.
         nproc: Ranks to start; default: as many as the first time.
     """
-    from lmkit.recipe.load import load_recipe
+    from lmkit.recipe.load import load_recipe, validate
     from lmkit.recipe.recipe import differences
 
     recipe_file = folder / RECIPE
@@ -132,9 +132,11 @@ def rerun(
     made_again = _train_again if is_run(folder) else _measure_again
     made = made_again(folder, recipe, new, nproc)
     changes = differences(before, object_in(new / ENVIRONMENT), ignore=OF_THE_MOMENT)
-    trained = [
-        _trained_recipe(path, state) for path in (folder, new) if (state := _newest_state(path)) is not None
-    ]
+    trained = []
+    for path in (folder, new):
+        if (state := _newest_state(path)) is not None:
+            kept = placed_in(path, state.recipe)
+            trained.append(validate(kept, origin=str(path / CHECKPOINTS), resolved=True))
     if len(trained) == 2:
         changes += differences(*trained, ignore=NAMES)
     lines = [f"{folder} -> {new}", *(f"drift  {line}" for line in changes)]
@@ -193,13 +195,6 @@ def _newest_state(folder: Path) -> TrainingState | None:
 
     saved = saved_steps(folder / CHECKPOINTS)
     return open_checkpoint(saved[-1].path).state if saved else None
-
-
-def _trained_recipe(folder: Path, state: TrainingState) -> Recipe:
-    """Return the recipe that a checkpoint keeps, for the folder where it lies now."""
-    from lmkit.recipe.load import validate
-
-    return validate(placed_in(folder, state.recipe), origin=str(folder / CHECKPOINTS), resolved=True)
 
 
 Records = Sequence[Mapping[str, Any]]

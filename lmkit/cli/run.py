@@ -63,9 +63,7 @@ def run(
         results = [pipeline.plan(it, **options) for it in recipes]
     if not dry_run:
         with progress_on_stderr() as progress:
-            results = []
-            for it in recipes:
-                results.append(pipeline.run(it, progress=progress, **options))
+            results = [pipeline.run(it, progress=progress, **options) for it in recipes]
     if seeds is None:
         return results[0]
     made = [result for result in results if result is not None]

@@ -132,7 +132,14 @@ def decode(
 
     numbers = " ".join(ids) if ids else sys.stdin.buffer.read().decode("utf-8", "replace")
     loaded = Tokenizer.load(tokenizer)
-    data = loaded.decode_bytes(_parsed_ids(numbers, loaded, tokenizer))
+    parsed = []
+    for word in numbers.replace(",", " ").split():
+        # Check the length first: Python refuses to read numbers of thousands of digits.
+        if not word.isdecimal() or len(word) > 20 or int(word) not in loaded.vocab:
+            message = f"{word[:20]!r} is not a token id of {tokenizer}"
+            raise UsageError("tokenizer.unknown_id", message, hint=f"ids are 0 to {loaded.vocab_size - 1}")
+        parsed.append(int(word))
+    data = loaded.decode_bytes(parsed)
     if as_json:
         show(Result("", {"text": data.decode("utf-8", "replace")}), as_json=True)
         return
@@ -211,14 +218,3 @@ def _save(tokenizer: Tokenizer, output: Path) -> Result:
     facts = f"vocabulary {tokenizer.vocab_size:,}, sha256 {tokenizer.sha256[:12]}"
     fields = {"output": output, "vocab_size": tokenizer.vocab_size, "sha256": tokenizer.sha256}
     return Result(statement(f"wrote {output}", facts), fields)
-
-
-def _parsed_ids(numbers: str, tokenizer: Tokenizer, path: Path) -> list[int]:
-    ids = []
-    for word in numbers.replace(",", " ").split():
-        # Check the length first: Python refuses to read numbers of thousands of digits.
-        if not word.isdecimal() or len(word) > 20 or int(word) not in tokenizer.vocab:
-            message, hint = f"{word[:20]!r} is not a token id of {path}", f"0 to {tokenizer.vocab_size - 1}"
-            raise UsageError("tokenizer.unknown_id", message, hint=f"ids are {hint}")
-        ids.append(int(word))
-    return ids

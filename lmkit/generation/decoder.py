@@ -297,9 +297,7 @@ class CPUStep:
         self.x_array[:] = self.table[self.text[each, place]]
         longest = int(place.max()) + 1
         turns = self.turns[place][:, None]  # (rows, 1, head_dim / 2)
-        hidden = {}
-        for window in set(cache.windows):
-            hidden[window] = self.hidden(longest, window)
+        hidden = {window: self.hidden(longest, window) for window in set(cache.windows)}
         all_keys = cache.keys[:, :, :, :longest].unbind()
         all_values = cache.values[:, :, :, :longest].unbind()
         for layer, window, old_keys, old_values in zip(

@@ -299,11 +299,7 @@ def draw_tokens(
                     del free[: len(texts)]
                     decoder.start(list(texts), list(texts.values()), seeds)
             if seats:
-                full: list[int] = []
-                for row, seat in seats.items():
-                    if seat.length > decoder.capacity:
-                        full.append(row)
-                if full:
+                if full := [row for row, seat in seats.items() if seat.length > decoder.capacity]:
                     kept = decoder.slide(full)
                     for row in full:
                         seats[row].length = kept

@@ -120,10 +120,7 @@ def shipped_recipes() -> dict[str, Path]:
     package = Path(__file__).resolve().parent.parent
     installed = package / "shipped_recipes"
     folder = installed if installed.is_dir() else package.parent / "recipes"
-    found = {}
-    for path in sorted(folder.glob("*.toml")):
-        found[path.stem] = path
-    return found
+    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
 
 
 def shipped_with(table: str) -> list[str]:
@@ -281,12 +278,8 @@ def validate(raw: Mapping[str, Any], *, origin: str, resolved: bool = False, ben
             wrong = str(error) if isinstance(error, ValueError) else "nested too deeply"
             mistakes.append(("wrong_value", f"{name}: {wrong}"))
     # The checks see the defaults of a table that the recipe leaves out, and no table that has mistakes.
-    candidates = dict(tables)
-    for name in TABLES:
-        if name not in raw:
-            candidates[name] = Recipe.model_fields[name].default
-    for complaint in conflicts(candidates, resolved=resolved):
-        mistakes.append(("conflict", complaint))
+    candidates = tables | {name: Recipe.model_fields[name].default for name in TABLES if name not in raw}
+    mistakes += [("conflict", complaint) for complaint in conflicts(candidates, resolved=resolved)]
     if mistakes:
         bench = re.search(r"\bbench\.(\w+)", mistakes[0][1])
         examples = shipped_with(f"bench.{bench[1]}") if bench else []

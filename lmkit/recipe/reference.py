@@ -54,7 +54,12 @@ def _keys(table: Table) -> Iterator[str]:
             known[key].text.rstrip("."),
         ]
         assignment = f"# {key} =" if values[key] is None else _assignment(key, values[key])
-        yield from _with_comment(assignment, ". ".join(filter(None, remarks)))
+        comment = textwrap.wrap(". ".join(filter(None, remarks)), _WIDTH - _COLUMN - 2)
+        if comment and "\n" not in assignment and len(assignment) <= _COLUMN - 2:
+            assignment = f"{assignment:<{_COLUMN}}# {comment.pop(0)}"
+        yield assignment
+        for line in comment:
+            yield f"{'':{_COLUMN}}# {line}"
 
 
 def _choices(annotation: Any) -> tuple[str, ...]:
@@ -80,13 +85,3 @@ def _assignment(key: str, value: Any) -> str:
         line = f"{key} = [{', '.join(items)}]"
         text = line if len(line) <= _WIDTH else text
     return text
-
-
-def _with_comment(assignment: str, comment: str) -> Iterator[str]:
-    head, lines = assignment.ljust(_COLUMN - 2), textwrap.wrap(comment, _WIDTH - _COLUMN - 2)
-    if lines and "\n" not in assignment and len(assignment) <= _COLUMN - 2:
-        yield f"{head}  # {lines.pop(0)}"
-    else:
-        yield assignment
-    for line in lines:
-        yield f"{'':{_COLUMN}}# {line}"

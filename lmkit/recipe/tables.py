@@ -143,11 +143,8 @@ class ModelConfig(Table):
         Code that computes the model by itself (a decode step, an exchange format) lists the switches that it
         implements, and is not used for a model with others.
         """
-        switches = set()
-        for key, field in type(self).model_fields.items():
-            if OWN in field.metadata and getattr(self, key) != field.default:
-                switches.add(key)
-        return frozenset(switches)
+        own = {key: field for key, field in type(self).model_fields.items() if OWN in field.metadata}
+        return frozenset(key for key, field in own.items() if getattr(self, key) != field.default)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the values by key; tools for Hugging Face's models, such as PEFT, ask a model's `config` for it."""
@@ -155,9 +152,8 @@ class ModelConfig(Table):
 
     def window(self, layer: int) -> int | None:
         """Return how many tokens a layer's tokens see at most; None: all earlier ones."""
-        is_long = (
-            layer == self.num_layers - 1 or self.attention_pattern[layer % len(self.attention_pattern)] == "L"
-        )
+        pattern = self.attention_pattern
+        is_long = layer == self.num_layers - 1 or pattern[layer % len(pattern)] == "L"
         return None if is_long else self.attention_window
 
     @property

@@ -148,11 +148,8 @@ def shard_name(rank: int, shards: int) -> str:
 
 def saved_steps(folder: Path) -> list[SavedStep]:
     """List the folders with a checkpoint's name, lowest step first; [] where nothing has the name of `folder`."""
-    found = []
-    for path in folder.iterdir() if os.path.lexists(folder) else ():
-        if match := _STEP_NAME.fullmatch(path.name):
-            found.append(SavedStep(int(match[1]), path))
-    return sorted(found)
+    paths = folder.iterdir() if os.path.lexists(folder) else ()
+    return sorted(SavedStep(int(m[1]), path) for path in paths if (m := _STEP_NAME.fullmatch(path.name)))
 
 
 # state.json

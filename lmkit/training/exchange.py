@@ -102,9 +102,7 @@ def export_model(source: Path, output: Path, *, dtype: str | None = None) -> Exp
         LmkitError: the checkpoint is damaged, or a weight is not finite, also in `dtype` alone.
     """
     weights = open_weights(source)
-    tokenizer = None
-    if weights.tokenizer is not None:
-        tokenizer = weights.open_tokenizer()
+    tokenizer = None if weights.tokenizer is None else weights.open_tokenizer()
     if tokenizer is None:
         log.warning("%s: has no %s: exporting the weights alone", source, run_folder.TOKENIZER)
     kept = next(spec.dtype for spec in weights.specs.values() if spec.dim() == 2)

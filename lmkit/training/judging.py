@@ -233,11 +233,9 @@ def evaluate_documents(
             message = f"{name}: only some of its tokens count, and --by-document scores all"
             raise UsageError("evaluate.masked", message, hint="evaluate without --by-document")
         tokenizer = trained.weights.open_tokenizer()
-        before = ids_before(tokenizer, trained.weights.path)
+        before, context = ids_before(tokenizer, trained.weights.path), trained.weights.config.context_length
         documents = list(_documents(file, tokenizer))
-        windows = [
-            list(windows_of(before, ids, trained.weights.config.context_length)) for _, ids, _, _ in documents
-        ]
+        windows = [list(windows_of(before, ids, context)) for _, ids, _, _ in documents]
         with trained.loaded(device) as (model, ranks):
             flat = [window for some in windows for window in some]
             found = log_likelihoods(model, flat, ranks, precision=trained.precision)
@@ -457,9 +455,8 @@ def evaluate_choices(path: Path, file: Path, *, device: str = "auto") -> Choices
     for number, question in enumerate(questions, 1):
         for choice in question.choices:
             scored = _pair(tokenizer, question.question, f" {choice}", trained.weights.path)
-            if (
-                not 1 <= scored.num_scored <= context
-            ):  # 0: the tokenizer joins it with the end of the question
+            # 0: the tokenizer joins it with the end of the question
+            if not 1 <= scored.num_scored <= context:
                 message = f"{file}, question {number}: a choice of {scored.num_scored} tokens of its own"
                 hint = f"it needs 1 to {context}, the model's context; change it, or the end of the question"
                 raise UsageError("evaluate.choice_length", message, hint=hint)
@@ -567,8 +564,13 @@ def run_harness(path: Path, tasks: Sequence[str], *, device: str = "auto") -> Ha
     except ModuleNotFoundError as error:
         message, hint = f"--harness: {error.name} is not installed", "pip install 'lmkit[eval]'"
         raise UsageError("evaluate.no_harness", message, hint=hint) from error
-    place = str(local_device(device, local_rank=0))
-    with _hugging_face_folder(path) as folder, redirect_stdout(sys.stderr):  # stdout is for the result
+    place, folder = str(local_device(device, local_rank=0)), path
+    with tempfile.TemporaryDirectory() as made, redirect_stdout(sys.stderr):  # stdout is for the result
+        if not is_hugging_face(path):
+            from lmkit.training.exchange import export_model
+
+            folder = Path(made, "exported")
+            export_model(path, folder)
         try:
             found = lm_eval.simple_evaluate(
                 model=_model(folder, place, path), tasks=list(tasks), log_samples=False
@@ -605,16 +607,3 @@ def _model(folder: Path, device: str, path: Path) -> Any:
 
     model.loglikelihood, model.loglikelihood_rolling = loglikelihood, loglikelihood_rolling
     return model
-
-
-@contextmanager
-def _hugging_face_folder(path: Path) -> Iterator[Path]:
-    if is_hugging_face(path):
-        yield path
-        return
-    from lmkit.training.exchange import export_model
-
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made, "exported")
-        export_model(path, folder)
-        yield folder

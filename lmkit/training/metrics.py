@@ -77,10 +77,7 @@ class MetricsFile(Sink):
 
     def __init__(self, path: Path, *, after_step: int, others: Sequence[Sink] = ()) -> None:
         self._path, self._others = path, others
-        kept = []
-        for record in read_metrics(path):
-            if record["step"] <= after_step:
-                kept.append(record)
+        kept = [record for record in read_metrics(path) if record["step"] <= after_step]
         write_atomic(path, json_lines(kept))
         self._file: IO[str] = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
 
@@ -246,11 +243,10 @@ def describe(record: Record, total_steps: int) -> str:
     if kind == "sample":  # an untrained model writes control characters by chance
         signs = (sign if sign.isprintable() or sign == "\n" else "\ufffd" for sign in record["text"])
         return f"{step}  text {record['number'] + 1}: {''.join(signs)}"
-    return (
-        f"{step}  skipped: loss {record['loss']:.4f}, loss or gradient {record.get('why', 'not finite')}"
-        if kind == "skip"
-        else ""
-    )
+    if kind == "skip":
+        why = record.get("why", "not finite")
+        return f"{step}  skipped: loss {record['loss']:.4f}, loss or gradient {why}"
+    return ""
 
 
 def _digits(value: float, digits: int) -> str:

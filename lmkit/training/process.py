@@ -103,9 +103,7 @@ def stop_signals(ranks: Ranks) -> Iterator[Sequence[int]]:
     def note(number: int, frame: FrameType | None) -> None:
         received.append(number)
 
-    handlers = {}
-    for number in _SIGNALS:
-        handlers[number] = signal.signal(number, note)
+    handlers = {number: signal.signal(number, note) for number in _SIGNALS}
     reading, bell = os.pipe()
     os.set_blocking(bell, False)
     bell_before = signal.set_wakeup_fd(bell, warn_on_full_buffer=False)

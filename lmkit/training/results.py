@@ -103,9 +103,8 @@ class RunsCompared:
         heads = {"at": "at equal", "place": "", "low": "95% from", "high": "to", "verdict": "after is"}
         keys = ("at", *specs, "verdict")
         columns = [Column(key, heads.get(key, key), specs.get(key, "")) for key in keys]
-        lines = [
-            f"{METRICS_SHOWN[self.metric]} on held-out text; runs: {self.runs[0]} before, {self.runs[1]} after"
-        ]
+        before, after = self.runs
+        lines = [f"{METRICS_SHOWN[self.metric]} on held-out text; runs: {before} before, {after} after"]
         if all(row.at not in AXES for row in self.rows):
             lines += [
                 "nothing at equal steps, tokens or minutes: that takes a train.eval_interval below train.steps"
@@ -381,9 +380,8 @@ def _picture(series: dict[str, Points], title: str, x_label: str, y_label: str) 
     drawn = decorate(title, lambda: loss_curve(series, **look)) if series else None
     if drawn is None:
         return ""
-    return (
-        f'<p><img alt="{escape(title)}" src="data:image/png;base64,{base64.b64encode(drawn).decode()}"></p>'
-    )
+    image = base64.b64encode(drawn).decode()
+    return f'<p><img alt="{escape(title)}" src="data:image/png;base64,{image}"></p>'
 
 
 def _section(title: str, text: str, *, of_text: bool = False) -> str:

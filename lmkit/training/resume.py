@@ -93,13 +93,11 @@ UNREPORTED = ("run.name", "run.folder", "checkpoint", "generate", "wandb", "corp
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, torch.Tensor]:
     """Return this rank's live state tensors by name. Numbers become scalar tensors (int64, float64)."""
-    states: States = {}
     if optimizer_layout(optimizer) is not None:
-        states = optimizer.state_dict()["state"]
+        states: States = optimizer.state_dict()["state"]
     else:
-        for parameter, name in parameter_names(model).items():
-            if parameter in optimizer.state:
-                states[name] = optimizer.state[parameter]
+        names = parameter_names(model).items()
+        states = {name: optimizer.state[param] for param, name in names if param in optimizer.state}
     tensors = {}
     for name, state in states.items():
         for key, value in state.items():
@@ -414,9 +412,8 @@ class CheckpointWriter:
 
     def _write_all(self, state: TrainingState, copies: Files, partial: Path) -> None:
         """On rank 0: write its own files, collect the parts of the others, write the manifest, publish."""
-        entries, rng = {}, list(state.rng)
-        for name, part in copies.items():
-            entries[name] = write_tensors(partial / name, part)
+        entries = {name: write_tensors(partial / name, part) for name, part in copies.items()}
+        rng = list(state.rng)
         for rank in range(1, self._ranks.world_size):
             sent = self._receive("part", rank)
             if "error" in sent:
@@ -515,10 +512,8 @@ def open_folder(recipe: Recipe, hold: Callable[[], object]) -> tuple[Path | None
     if checkpoints.is_dir():
         removed += clean_leftovers(checkpoints)
     path, skipped = choose_start(recipe)
-    notes = []
-    for left in removed:
-        notes.append(f"removed {left}, left by a session that was killed")
-    notes += map("skipped {}".format, skipped)
+    notes = [f"removed {left}, left by a session that was killed" for left in removed]
+    notes += [f"skipped {why}" for why in skipped]
     # The steps since are made again: their checkpoints would replace the damaged ones, of which parts may be whole.
     for saved in reversed(saved_steps(checkpoints)) if skipped else ():
         if saved.path == path:

@@ -53,6 +53,7 @@ from lmkit.training.run_data import (
     resolved_tables,
     token_paths,
 )
+from lmkit.training.services import open_services
 from lmkit.training.setup import check_device, step_of
 from lmkit.training.trainer import Trainer, WriteSamples
 from lmkit.training.weights import GivenWeights, open_given
@@ -175,10 +176,16 @@ def _run_rank(
                 run_folder.save_record(recipe.run.path, {})
             keep_tokenizer(recipe)
             save_recipe(recipe)
-            write_atomic(
-                recipe.run.path / run_folder.ENVIRONMENT, json.dumps(describe_environment(), indent=1) + "\n"
+            environment = json.dumps(describe_environment(), indent=1) + "\n"
+            write_atomic(recipe.run.path / run_folder.ENVIRONMENT, environment)
+            assert resolved.train is not None
+            console = Console(resolved.train.steps, first_step=resumed_from or 0)
+            services = open_services(resolved, after_step=resumed_from or 0)
+            sink = MetricsFile(
+                recipe.run.path / run_folder.METRICS,
+                after_step=resumed_from or 0,
+                others=[console, *services],
             )
-            sink = _open_sink(resolved, after_step=resumed_from or 0)
         try:
             for note in (*start.notes, start.begin):
                 sink.note(note)
@@ -247,7 +254,8 @@ def _prepare(
         hold: locks the run folder, which is cleaned then; None writes nothing.
     """
     data = open_data(recipe)
-    resolved = with_precision(resolve(recipe, data), has_bf16=has_bf16(ranks.device))
+    of_data, narrow = resolve(recipe, data), has_bf16(ranks.device)
+    resolved = with_precision(of_data, has_bf16=narrow)
     check_device(resolved, ranks.device)
     batches = make_batches(resolved, data, ranks)
     if hold is None:
@@ -263,9 +271,7 @@ def _prepare(
         return _Start(resolved, data, batches, None, given, begin, tuple(notes))
     checkpoint = open_checkpoint(path)
     before = checkpoint.state.recipe.get("train") or {}  # an imported model has no [train]
-    resolved = with_precision(
-        resolve(recipe, data), has_bf16=has_bf16(ranks.device), saved=before.get("precision")
-    )
+    resolved = with_precision(of_data, has_bf16=narrow, saved=before.get("precision"))
     notes += check_agreement(checkpoint, resolved, data.identity, ranks.world_size)
     begin, done = f"resuming from {path}", None
     if is_finished(checkpoint.state, resolved, stop_at_step):
@@ -288,17 +294,6 @@ def misfit(recipe: Recipe, *, ranks: int) -> str | None:
         f"this will not fit: a step takes {made.memory.peak / 1e9:.1f} GB in {made.memory.peaks_at}, and "
         f"{made.usable / 1e9:.1f} GB of {made.card.name} are usable; lmkit plan says what fits"
     )
-
-
-def _open_sink(recipe: Recipe, *, after_step: int) -> Sink:
-    """Open metrics.jsonl, the console and, where the recipe says so, W&B and TensorBoard."""
-    assert recipe.train is not None
-    others: list[Sink] = [Console(recipe.train.steps, first_step=after_step)]
-    if recipe.wandb.enabled or recipe.train.tensorboard:
-        from lmkit.training.services import open_services
-
-        others += open_services(recipe, after_step=after_step)
-    return MetricsFile(recipe.run.path / run_folder.METRICS, after_step=after_step, others=others)
 
 
 def _refuse_private_folder(folder: Path, ranks: Ranks) -> None:

@@ -135,17 +135,11 @@ def build_step(
 
 def _split(groups: list[dict[str, Any]], layers: nn.Module) -> list[dict[str, Any]]:
     """Split groups into matrices of linear layers, which Muon orthogonalises, and other parameters: "is_matrix"."""
-    matrices: set[Tensor] = set()
-    for module in layers.modules():
-        if isinstance(module, Linear):
-            matrices.add(module.weight)
+    matrices = {module.weight for module in layers.modules() if isinstance(module, Linear)}
     split = []
     for group in groups:
-        parts: dict[bool, list[Tensor]] = {True: [], False: []}
-        for param in group["params"]:
-            parts[param in matrices].append(param)
-        for is_matrix, params in parts.items():
-            if params:
+        for is_matrix in (True, False):
+            if params := [param for param in group["params"] if (param in matrices) == is_matrix]:
                 split.append({**group, "params": params, "is_matrix": is_matrix})
     return split
 
@@ -275,21 +269,21 @@ class TrainingStep:
 
 def check_device(recipe: Recipe, device: torch.device) -> None:
     """Refuse what does not run on the device, and options of the optimizer, before anything is written or built."""
-    assert recipe.model is not None
-    assert recipe.train is not None
-    dtype = PRODUCTS[recipe.train.precision]
-    one_query = torch.empty(1, 1, 1, recipe.model.head_dim, dtype=dtype, device=device)
-    check_kernel(recipe.model.attention, one_query)
-    model, length = recipe.model, min(recipe.model.context_length, MOST_CHECKED)
+    model, train = recipe.model, recipe.train
+    assert model is not None
+    assert train is not None
+    dtype, length = PRODUCTS[train.precision], min(model.context_length, MOST_CHECKED)
+    one_query = torch.empty(1, 1, 1, model.head_dim, dtype=dtype, device=device)
+    check_kernel(model.attention, one_query)
     width = (model.num_heads + 2 * model.kv_heads) * model.head_dim
     random = torch.randn(2, length, width, generator=torch.Generator().manual_seed(0))
     check_values(model.attention, random.to(device, dtype), model.kv_heads, model.head_dim)
-    choose_operations(recipe.model.operations, one_query)
-    if recipe.train.precision == "fp8":
+    choose_operations(model.operations, one_query)
+    if train.precision == "fp8":
         from lmkit.model.fp8 import check_fp8
 
         check_fp8(device)
-    if recipe.train.precision == "fp16" and device.type == "cpu":
+    if train.precision == "fp16" and device.type == "cpu":
         raise UsageError(
             "train.wrong_device", 'train.precision: "fp16" needs a GPU', hint='use "bf16" or "fp32"'
         )
@@ -317,13 +311,13 @@ def check_before_data(recipe: Recipe, *, nproc: int = 1) -> None:
     """Refuse what `train` would refuse whatever the data are, before hours go into making them."""
     device = local_device(recipe.run.device, local_rank=nproc - 1)
     check_device(with_precision(recipe, has_bf16=has_bf16(device)), device)
+    assert recipe.train is not None
     ranks = max(nproc, read_place().world_size)
-    if recipe.train is not None:
-        check_divisible(recipe.train.batch_size, ranks, recipe.train.accumulation)
+    check_divisible(recipe.train.batch_size, ranks, recipe.train.accumulation)
     check_token_files(recipe, are_made=False)
     if recipe.checkpoint.resume not in ("auto", "never"):
         open_checkpoint(Path(recipe.checkpoint.resume))
-    if recipe.train is not None and recipe.train.init_from is not None:
+    if recipe.train.init_from is not None:
         open_weights(recipe.train.init_from)
 
 

@@ -41,7 +41,7 @@ from lmkit.training.checkpoint import (
     verify_file,
 )
 from lmkit.training.precision import hold_weights
-from lmkit.training.run_data import Data
+from lmkit.training.run_data import Data, resolved_tables
 
 log = logging.getLogger("lmkit")
 INDEX = "model.safetensors.index.json"
@@ -394,9 +394,8 @@ def _specs(
 
 def open_given(recipe: Recipe, data: Data) -> GivenWeights:
     """Open the weights that a resolved recipe names in `train.init_from`."""
-    assert recipe.model is not None
-    assert recipe.train is not None
-    path = recipe.train.init_from
+    model, train = resolved_tables(recipe)
+    path = train.init_from
     assert path is not None
     given = open_weights(path)
     if data.train is not None and given.tokenizer is not None:
@@ -408,7 +407,7 @@ def open_given(recipe: Recipe, data: Data) -> GivenWeights:
                 f"the token file was made with {data.train.meta.tokenizer_sha256[:12]}",
                 hint=f"encode the text with its tokenizer: --set tokenizer.path={shlex.quote(str(given.tokenizer))}",
             )
-    ours, theirs = (config.changed(num_kv_heads=config.kv_heads) for config in (recipe.model, given.config))
+    ours, theirs = (config.changed(num_kv_heads=config.kv_heads) for config in (model, given.config))
     differing = [
         f"model.{key}: {getattr(ours, key)}, the weights have {getattr(theirs, key)}"
         for key in ModelConfig.model_fields
