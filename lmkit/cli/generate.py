@@ -56,24 +56,18 @@ def generate(
         raise UsageError("generate.two_formats", "--jsonl and --json: two formats for one output", hint=hint)
     flags["generate.prompts"] = _read_prompts(prompt, prompts_file)
     streamed: list[str] = []
-    numbers: set[int] = set()  # of the texts on stdout
-    complete = 0
+    ended: set[int] = set()
 
     def stream(piece: str) -> None:
         streamed.append(piece)
         write(piece)
 
-    def print_line(number: int, made: Generation) -> None:
-        show(Result("", _fields(number, made)), as_json=True)
-        numbers.add(number)
-
     def on_end(number: int, made: Generation, total: int) -> None:
-        nonlocal complete
-        complete += 1
         if as_lines:
-            print_line(number, made)
-        elif progress is not None:
-            progress("texts", complete, total)
+            show(Result("", _fields(number, made)), as_json=True)
+        ended.add(number)
+        if progress is not None:
+            progress("texts", len(ended), total)
 
     def finish(generations: Mapping[int, Generation]) -> None:
         """Print what is not yet printed."""
@@ -81,8 +75,8 @@ def generate(
             stream("\n")
         elif as_lines:
             for number, made in generations.items():
-                if number not in numbers:
-                    print_line(number, made)
+                if number not in ended:
+                    show(Result("", _fields(number, made)), as_json=True)
         elif generations:
             samples = [_fields(number, made) for number, made in generations.items()]
             show(Result(as_text(generations.values()), {"samples": samples}), as_json=as_json)

@@ -7,7 +7,6 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
@@ -197,11 +196,8 @@ def command_of(
     """
     signature = inspect.signature(function, eval_str=True)
     own = signature.parameters
-    names: dict[str, str] = {}  # of options -> key
-    shared: dict[str, tuple[Any, Any]] = {}
-    for key, flag in flags.items():
-        name_of_key = key.rpartition(".")[2]
-        names[name_of_key], shared[name_of_key] = key, flag
+    names = {key.rpartition(".")[2]: key for key in flags}  # of options -> key
+    shared = {option_name: flags[key] for option_name, key in names.items()}
     if "set_" in own:
         shared["plugin"] = SHARED["plugin"], None
     shared["as_json"], shared["debug"] = (SHARED["as_json"], False), (SHARED["debug"], False)
@@ -215,8 +211,8 @@ def command_of(
                 values[name] = in_home(value)
             elif isinstance(value, list) and value and isinstance(value[0], Path):
                 values[name] = list(map(in_home, value))
-        values["flags"] = dict(zip(names.values(), map(values.get, names), strict=True))
-        result = function(**dict(zip(own, map(values.get, own), strict=True)))
+        values["flags"] = {key: values.get(option_name) for option_name, key in names.items()}
+        result = function(**{own_name: values.get(own_name) for own_name in own})
         if result is not None:
             from lmkit.cli.console import show
 
@@ -226,19 +222,13 @@ def command_of(
 
     text, _, told = inspect.cleandoc(function.__doc__ or "").partition("\n\nArgs:\n")
     helps = HELP | dict(re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", told, re.MULTILINE))
-    parameters: dict[str, inspect.Parameter] = {}
-    for name_of_own, parameter in own.items():
-        if name_of_own != "flags":
-            parameters[name_of_own] = _explained(parameter, helps.get(name_of_own))
+    parameters = [_explained(it, helps.get(it.name)) for it in own.values() if it.name != "flags"]
+    keyword = inspect.Parameter.KEYWORD_ONLY
     for option_name, (kind, default) in shared.items():
         if option_name not in own:
-            keyword = inspect.Parameter.KEYWORD_ONLY
-            parameters[option_name] = inspect.Parameter(
-                option_name, keyword, annotation=kind, default=default
-            )
-    command.__signature__ = signature.replace(parameters=list(parameters.values()))  # type: ignore[attr-defined]
-    annotations = map(attrgetter("annotation"), parameters.values())
-    command.__annotations__ = dict(zip(parameters, annotations, strict=True))
+            parameters.append(inspect.Parameter(option_name, keyword, annotation=kind, default=default))
+    command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {it.name: it.annotation for it in parameters}
     app = typer.Typer(rich_markup_mode=None, add_completion=False)
     app.command(name, help=text, **settings)(command)
     return typer.main.get_command(app)

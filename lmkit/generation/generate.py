@@ -142,10 +142,9 @@ def generate(
             if number in ended or len(tokens[number]) == options.max_new_tokens:
                 if on_text is not None and (piece := streams[number].finish()):
                     on_text(number, piece)
-                generation = made(number)
-                finished[number] = generation
+                finished[number] = made(number)
                 if on_end is not None:
-                    on_end(number, generation)
+                    on_end(number, finished[number])
     except KeyboardInterrupt:
         begun = sorted(tokens.keys() | finished.keys())
         generations = {number: finished.get(number) or made(number) for number in begun}

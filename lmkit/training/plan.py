@@ -221,7 +221,7 @@ def measure_among(ranks: Ranks, recipe: Recipe) -> Measured:
             with track_peak(ranks.device) as peak:
                 seconds = _seconds(training)
             graph = training.step.graph
-            if graph is not None and graph.may_capture:
+            if graph is not None and graph.captures is not False:
                 for _ in range(WARM_UPS + MEASURED - 2):
                     training.run(wait=True)
             if largest_of_ranks([seconds], ranks)[0] < SHORT_S:

@@ -311,6 +311,7 @@ class StepGraph:
         always: capture any step; False: only one whose host is busy for more than `HOST_SHARE` of it, on any rank.
 
     Attributes:
+        captures: whether the step is captured; None while that is not decided.
         note: what was decided, and why, in one line; empty while nothing is.
     """
 
@@ -318,7 +319,7 @@ class StepGraph:
         self.note = ""
         self._step = step
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._captures: bool | None = None  # not decided
+        self.captures: bool | None = None
         self._steps = 0
         self._host_s: list[float] = []
         self._total_s: list[float] = []
@@ -341,13 +342,8 @@ class StepGraph:
         return ""
 
     def _decide(self, captures: bool, why: str) -> None:
-        self._captures = captures
+        self.captures = captures
         self.note = f"CUDA graph: {'on' if captures else 'off'}, {why}"
-
-    @property
-    def may_capture(self) -> bool:
-        """Whether the step is captured, or may be after a few more."""
-        return self._captures is not False
 
     def fits(self, inputs: Tensor) -> bool:
         """Return whether `replay` may be called for a batch."""
@@ -376,10 +372,10 @@ class StepGraph:
         def make() -> Outcome:
             return self._step.update(self._step.accumulate(inputs, targets), lr=lr)
 
-        if self._captures is False or self._graph is not None:
+        if self.captures is False or self._graph is not None:
             return make()
         self._steps += 1
-        if self._captures is None and self._steps > WARM_UPS:
+        if self.captures is None and self._steps > WARM_UPS:
             outcome = self._measured(make)
             if len(self._host_s) == MEASURED:
                 # The host of this rank, or of another, for which all wait, is busy for too large a share.
@@ -389,7 +385,7 @@ class StepGraph:
                 self._decide(captures, f"the host is busy for {share:.0%} of a step{other}")
         else:
             outcome = make()
-        if self._captures and self._steps >= WARM_UPS:
+        if self.captures and self._steps >= WARM_UPS:
             if agree(self._step.ranks, stop=not self._has_room(inputs.device)):
                 self._decide(False, "its graph might not fit into the memory that is left")
             else:
