@@ -188,11 +188,8 @@ def command_of(
     """Return a command that calls the function, and prints its result.
 
     It has the options that all commands share, unless the function has them. The function's docstring has the help,
-    and below `Args:` that of its parameters; others are known by their names (`SHARED`, `HELP`).
-
-    Args:
-        flags: key (`generate.seed` has the option `--seed`) -> annotation and default. The function gets what was
-            typed as its argument `flags`, key -> value.
+    and below `Args:` that of its parameters; others are known by their names (`SHARED`, `HELP`). `flags`: key
+    (`generate.seed` has the option `--seed`) -> annotation and default; the function gets key -> what was typed.
     """
     signature = inspect.signature(function, eval_str=True)
     own = signature.parameters

@@ -133,13 +133,11 @@ def memory(
 
 
 def _words(text: str) -> list[int | str]:
-    """Return the comma-separated words, numbers as numbers."""
     words = (word.strip() for word in text.split(","))
     return [int(word) if word.isdecimal() else word for word in words if word]
 
 
 def _folder(output: Path | None, command: str, *, force: bool) -> Path:
-    """Return the output folder."""
     from lmkit.recipe.run_folder import refuse_results
     from lmkit.storage.outputs import refuse_unwritable
 

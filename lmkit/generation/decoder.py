@@ -191,22 +191,15 @@ class Decoder:
 
     @torch.inference_mode()
     def slide(self, rows: Sequence[int]) -> int:
-        """Continue rows whose texts fill the cache from the last half of their text, as if nothing came before.
-
-        Returns:
-            The number of tokens that each of these rows keeps.
-        """
+        """Continue rows whose texts fill the cache from the last half of their text, as if nothing came before;
+        return how many tokens each of them keeps."""
         kept = max(1, self.capacity // 2)
         self._prefill.slide(rows, kept)
         return kept
 
     @torch.inference_mode()
     def step(self, longest: int) -> None:
-        """Draw one more token of every row that is not done.
-
-        Args:
-            longest: an upper bound on the tokens of a row, at most `capacity`.
-        """
+        """Draw one more token of every row that is not done. No row has more than `longest` tokens."""
         logits = self._step(longest)
         if logits is None:  # the kernels have drawn
             return
@@ -380,11 +373,8 @@ stream), and that the allocator's rounding costs."""
 def decoder_needs(
     model: TransformerLM, rows: int, sampling: Sampling, *, kernels: bool, fp8: bool = False
 ) -> tuple[int, int, int]:
-    """Count what a decoder with these arguments allocates, with and without the kernels' step.
-
-    Returns:
-        Bytes: of every row the cache and all others, from the first step on, and those once for all rows.
-    """
+    """Count the bytes that a decoder with these arguments allocates: of every row the cache and all others, from the
+    first step on, and those once for all rows."""
     config, weight = model.config, model.lm_head.weight
     vocab_size, width = weight.shape
     element, capacity = weight.element_size(), config.context_length

@@ -153,11 +153,8 @@ def generate(
 
 
 class Interrupted(KeyboardInterrupt):
-    """SIGINT came while texts were written.
-
-    Attributes:
-        generations: number of the prompt -> its text so far, for all texts that have begun, in order.
-    """
+    """SIGINT came while texts were written; `generations`: number of the prompt -> its text so far, for all texts
+    that have begun, in order."""
 
     def __init__(self, generations: dict[int, Generation], finished: int) -> None:
         self.generations = generations
@@ -334,9 +331,7 @@ def weight_dtype(options: GenerateConfig, device: torch.device) -> torch.dtype:
 
 
 def write_samples(model: TransformerLM, recipe: Recipe) -> list[str]:
-    """Return a text for each prompt of the table [generate], prompt included.
-
-    Casts the model to the table's precision.
+    """Return a text for each prompt of the table [generate], prompt included; cast the model to its precision.
 
     Raises:
         LmkitError: the logits are not finite, or memory does not suffice.

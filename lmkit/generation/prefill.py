@@ -81,11 +81,8 @@ HEADER = 5
 
 
 class Prefill:
-    """Read texts of 1 to `capacity` ids into rows of the cache, each into another row.
-
-    Args:
-        padded: pad, group and record as the top of this file says; False: read each text alone, without padding.
-    """
+    """Read texts of 1 to `capacity` ids into rows of the cache, each into another row: `padded`, grouped and recorded
+    as the top of this file says, or each alone, without padding."""
 
     def __init__(self, decoder: Decoder, *, padded: bool) -> None:
         self.decoder, self.padded = decoder, padded

@@ -43,7 +43,6 @@ def annotated_toml(recipe: Recipe) -> str:
 
 
 def _keys(table: Table) -> Iterator[str]:
-    """Yield the lines of one table."""
     values = table.model_dump(mode="json")
     known = keys.of_class(type(table).__module__, type(table).__name__)
     for key, field in type(table).model_fields.items():

@@ -118,11 +118,8 @@ def refuse_foreign_files(folder: Path, names: Iterable[str] = TRAINED_FILES) -> 
 
 
 def refuse_results(folder: Path, *, force: bool) -> None:
-    """Refuse a folder that holds files like those of a bench, a profile or a run.
-
-    Args:
-        force: files may be replaced, but not the recipe and the environment of a run or of somebody else.
-    """
+    """Refuse a folder that holds files like those of a bench, a profile or a run; with `force`, only the recipe and
+    the environment of a run or of somebody else."""
     environment = object_in(folder / ENVIRONMENT)  # lmkit's own: that of a run, a bench or a profile
     is_ours = isinstance(environment.get(_MARK), str) and "packages" in environment and not is_run(folder)
     patterns = _RESULTS if not force else () if is_ours else (RECIPE, ENVIRONMENT)

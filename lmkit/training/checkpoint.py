@@ -339,11 +339,8 @@ def clean_leftovers(folder: Path) -> list[Path]:
 
 
 class TensorFile:
-    """A safetensors file: its header is read at once, its tensors on demand.
-
-    Attributes:
-        tensors: name -> a tensor on "meta" with the shape and dtype of the stored one.
-    """
+    """A safetensors file: its header is read at once, its tensors on demand. `tensors`: name -> a tensor on "meta"
+    with the shape and dtype of the stored one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -460,11 +457,7 @@ def parse_state(text: bytes, *, path: object) -> TrainingState:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An open checkpoint: manifest and state are read, tensors are read and verified on demand.
-
-    Attributes:
-        is_verified: all files were compared with the manifest before; none is read for that again.
-    """
+    """An open checkpoint: manifest and state are read, tensors on demand, and verified unless `is_verified`."""
 
     path: Path
     state: TrainingState
@@ -485,10 +478,7 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path, *, is_verified: bool = False) -> Checkpoint:
-    """Read a checkpoint's manifest and state.
-
-    Args:
-        is_verified: `verify` has read it.
+    """Read a checkpoint's manifest and state; `is_verified`: `verify` has read all of it.
 
     Raises:
         LmkitError: it is damaged, lacks an optimizer shard, or has a newer format.

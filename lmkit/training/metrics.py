@@ -68,12 +68,8 @@ class Sink:
 
 class MetricsFile(Sink):
     """Write `metrics.jsonl`, one record a line, and pass everything to other sinks. A record is in the file when
-    `record` returns.
-
-    Args:
-        after_step: keep the records up to this step. Later ones of an earlier session, and a line that a kill cut
-            short, are dropped, so that the file has every step once.
-    """
+    `record` returns. What an earlier session wrote after `after_step` is dropped, as is a line that a kill cut short:
+    the file has every step once."""
 
     def __init__(self, path: Path, *, after_step: int, others: Sequence[Sink] = ()) -> None:
         self._path, self._others = path, others

@@ -235,7 +235,6 @@ def measure_among(ranks: Ranks, recipe: Recipe) -> Measured:
 
 
 def _seconds(training: TrainingStep, steps: int = 1) -> float:
-    """Return how long a step takes."""
     started = time.perf_counter()
     for _ in range(steps - 1):
         training.run()

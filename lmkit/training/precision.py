@@ -60,11 +60,8 @@ def autocast(device: torch.device, precision: str) -> AbstractContextManager:
 
 @torch.no_grad()
 def hold_weights(model: nn.Module, precision: str) -> dict[Tensor, Tensor]:
-    """Cast the matrices of a model to bf16, in place, if that is what the precision means.
-
-    Returns:
-        parameter -> its value before that, where it was wider.
-    """
+    """Cast the matrices of a model to bf16, in place, if that is what the precision means; return parameter -> its
+    value before that, where it was wider."""
     masters: dict[Tensor, Tensor] = {}
     for parameter in model.parameters() if precision in NARROW_WEIGHTS else ():
         if parameter.dim() >= 2 and parameter.dtype != torch.bfloat16:

@@ -309,11 +309,8 @@ class CheckpointWriter:
             ) from error
 
     def wait_for_all(self) -> None:
-        """Return once no rank writes any more. Collective: a dead rank breaks it at once, not at the timeout.
-
-        Raises:
-            RankLost: another rank cannot save; that rank's own error says why.
-        """
+        """Return once no rank writes any more; RankLost: another rank cannot save, and its own error says why.
+        Collective: a dead rank breaks it at once, not at the timeout."""
         started = time.perf_counter()
         writing = [] if self.writing is None else [self.writing]
         patience = 0.0

@@ -126,11 +126,8 @@ def refuse_changed(recipe: Recipe) -> None:
 
 
 def refuse_changed_file(tokens: Path, *, other: str) -> None:
-    """Refuse a token file that is not as `lmkit run` made it. It is read only if its size or time changed.
-
-    Args:
-        other: the option that names another file, for the hint.
-    """
+    """Refuse a token file that is not as `lmkit run` made it; `other` is the option that names another, for the hint.
+    It is read only if its size or time changed."""
     if not tokens.name:  # "/", or "": what opens it says that it is a folder
         return
     made, noted = made_files(tokens.parent.parent)
@@ -148,11 +145,8 @@ def refuse_changed_file(tokens: Path, *, other: str) -> None:
 
 
 def made_files(folder: Path) -> tuple[dict[Path, str], dict[str, list[Any]]]:
-    """Return what `lmkit run` noted of the files that training reads.
-
-    Returns:
-        File -> SHA-256 when it was made; absolute name -> `noted_digest` when it was last read.
-    """
+    """Return what `lmkit run` noted of the files that training reads: file -> SHA-256 when it was made; absolute name
+    -> `noted_digest` when it was last read."""
     record = read_record(folder)
     stages = [record[stage] for stage in ("corpus", "tokenizer", "encode") if is_entry(record.get(stage))]
     made = {folder / name: str(digest) for stage in stages for name, digest in stage.get("made", {}).items()}
@@ -175,19 +169,19 @@ def tokenizer_path(recipe: Recipe) -> Path:
 
 def resolve(recipe: Recipe, data: Data) -> Recipe:
     """Fill in the vocabulary size and the steps of `train.epochs` from the token file."""
-    assert recipe.model is not None
-    model = recipe.model
+    model, train = recipe.model, recipe.train
+    assert model is not None
+    assert train is not None
     if data.valid is not None:  # refused now, not at the first evaluation
         check_length(data.valid.tokens, model.context_length)
-    epochs = None if recipe.train is None else recipe.train.epochs
     if data.train is None:
-        if epochs is not None:
+        if train.epochs is not None:
             message = 'train.epochs: data.source = "random" has no end, so no epoch'
             raise UsageError("train.endless_epoch", message, hint="give train.steps instead")
         return recipe
-    if recipe.train is not None and epochs is not None:
-        tokens_per_step = recipe.train.batch_size * model.context_length
-        steps = math.ceil(epochs * data.train.meta.num_tokens / tokens_per_step)
+    if train.epochs is not None:
+        tokens_per_step = train.batch_size * model.context_length
+        steps = math.ceil(train.epochs * data.train.meta.num_tokens / tokens_per_step)
         recipe = recipe.changed(train={"steps": steps})
     if recipe.data.sampling == "packed" and not model.separate_documents:
         recipe = recipe.changed(model={"separate_documents": True})

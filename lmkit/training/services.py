@@ -34,11 +34,8 @@ def open_services(recipe: Recipe, *, after_step: int) -> list[Sink]:
 
 
 def wandb_sink(recipe: Recipe, folder: Path, *, after_step: int = 0) -> ServiceSink:
-    """Return the sink of Weights & Biases. `wandb sync` can upload an offline run later.
-
-    Args:
-        after_step: > 0: go on with W&B's run of the earlier session, unless the run folder is a copy of another name.
-    """
+    """Return the sink of Weights & Biases. After step 0 it goes on with W&B's run of the earlier session, unless the
+    run folder is a copy of another name."""
 
     def start() -> Any:
         import wandb
@@ -61,11 +58,7 @@ def wandb_sink(recipe: Recipe, folder: Path, *, after_step: int = 0) -> ServiceS
 
 
 def tensorboard_sink(folder: Path, *, after_step: int) -> ServiceSink:
-    """Return the sink of TensorBoard, whose files lie in `tensorboard` in the run folder.
-
-    Args:
-        after_step: TensorBoard drops what an earlier session wrote of later steps.
-    """
+    """Return the sink of TensorBoard, which drops what an earlier session wrote after `after_step`."""
 
     def start() -> Any:
         from torch.utils.tensorboard import SummaryWriter

@@ -248,11 +248,8 @@ class _Start:
 def _prepare(
     recipe: Recipe, ranks: Ranks, stop_at_step: int | None, hold: Callable[[], object] | None
 ) -> _Start:
-    """Refuse what cannot work; choose the checkpoint.
-
-    Args:
-        hold: locks the run folder, which is cleaned then; None writes nothing.
-    """
+    """Refuse what cannot work; choose the checkpoint. `hold` locks the run folder, which is cleaned then; None writes
+    nothing."""
     data = open_data(recipe)
     of_data, narrow = resolve(recipe, data), has_bf16(ranks.device)
     resolved = with_precision(of_data, has_bf16=narrow)

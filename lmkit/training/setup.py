@@ -296,7 +296,6 @@ def check_device(recipe: Recipe, device: torch.device) -> None:
 
 
 def _make_optimizer(table: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Make the optimizer that the table names."""
     try:
         made = OPTIMIZERS.load(table.name)(groups, table)
     except ValueError as error:

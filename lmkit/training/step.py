@@ -260,10 +260,8 @@ MEMORY = 100
 
 
 class SpikeGuard:
-    """Judge loss and gradient norm by their running mean and deviation over good steps. The host waits for nothing.
-
-    Args:
-        sigmas: standard deviations above the mean from which on a step is a spike.
+    """Judge loss and gradient norm by their running mean and deviation over good steps: from `sigmas` deviations
+    above the mean on, a step is a spike. The host waits for nothing.
 
     Attributes:
         state: the number of good steps, and mean and variance of the loss and of the norm; (5,) float64.

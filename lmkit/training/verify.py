@@ -76,11 +76,8 @@ class VerifyResult:
 
 
 def verify_path(path: Path) -> VerifyResult:
-    """Check a run or Hugging Face folder, a checkpoint, a token file, a tokenizer, a recipe or a metrics file.
-
-    Raises:
-        UsageError: there is no such file, or not one that lmkit makes.
-    """
+    """Check a run or Hugging Face folder, a checkpoint, a token file, a tokenizer, a recipe or a metrics file;
+    UsageError: there is no such file, or not one that lmkit makes."""
     checks = tuple(_checks_of(path))
     return VerifyResult(str(path), checks, all(check.ok for check in checks))
 
@@ -233,9 +230,6 @@ def verify_resume(recipe: Recipe, *, steps: int = 5) -> VerifyResult:
     Everything happens in a temporary folder, on one rank, with the recipe's own schedule. `train.max_minutes` is
     ignored, because clocks do not repeat. On a GPU, kernels are deterministic: with others, no run repeats bit for
     bit.
-
-    Raises:
-        UsageError: the recipe cannot be trained.
     """
     check_recipe(recipe)  # before `_moved` renames what errors would name
     table = required(recipe.train, "train", recipe, command="verify --resume")

@@ -226,11 +226,8 @@ def open_weights(path: Path) -> GivenWeights:
 
 
 def weights_of(checkpoint: Checkpoint) -> GivenWeights:
-    """Return the weights of a checkpoint, after verifying their files if that is still to be done.
-
-    Raises:
-        LmkitError: a file is damaged or missing, or the weights are not those of the checkpoint's model.
-    """
+    """Return the weights of a checkpoint, after verifying their files if that is still to be done; LmkitError: a file
+    is damaged or missing, or the weights are not those of the checkpoint's model."""
     path, state = checkpoint.path, checkpoint.state
     places: dict[str, tuple[TensorFile, str]] = {}
     for file_name in model_files(checkpoint.entries):
@@ -255,10 +252,7 @@ def open_hugging_face(folder: Path, *, context_length: int | None = None) -> Giv
     """Open a folder with `config.json` and `model.safetensors`, or its shards and their index.
 
     Every tensor becomes a weight, or is known to say nothing new: see `_drop_copies`. Both matrices of a tied model
-    become weights if they differ, as in transformers 5.
-
-    Args:
-        context_length: of the model; None: what the folder says. At most that.
+    become weights if they differ, as in transformers 5. `context_length` is at most the folder's; None: the folder's.
     """
     from lmkit.model.hugging_face import EMBEDDING, HEAD, read_config, weight_names
 
