@@ -163,15 +163,9 @@ class Registry(Generic[F]):
         """Return another function of the module in which `name` is registered; UsageError if there is none."""
         module = sys.modules[self.load(name).__module__]
         if not callable(found := getattr(module, function, None)):
-            functions = [
-                k for k, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__
-            ]
-            raise UsageError(
-                "registry.no_function",
-                f"{module.__file__}: {self.noun} {name!r}: there is no function {function!r}"
-                f"{did_you_mean(function, functions)}",
-                hint="there are: " + ", ".join(functions),
-            )
+            message = f"{module.__file__}: {self.noun} {name!r}: there is no function {function!r}"
+            hint = f"define it there{did_you_mean(function, vars(module))}"
+            raise UsageError("registry.no_function", message, hint=hint)
         return found
 
     @cached_property

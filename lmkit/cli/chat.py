@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,13 +58,11 @@ def chat(
                 conversation.reset()
                 continue
             text = ""
-            try:
+            with suppress(KeyboardInterrupt):  # it ends the answer
                 for piece in conversation.answer(line):
                     text += piece
                     if not as_json:
                         write(piece)
-            except KeyboardInterrupt:
-                pass  # the answer has ended
             if not as_json:
                 write("\n")
             turns.append({"prompt": line, "text": text})

@@ -233,14 +233,12 @@ class StageRecord:
     def finish(self, stage: str, outputs: Outputs) -> None:
         """Note that a stage is done."""
         sources = set(chain.from_iterable(self.sources.values()))
-        names: dict[str, list[str]] = {}
+        names = {role: list(map(self._name, paths)) for role, paths in outputs.items()}
         made: dict[str, str] = {}
-        for role, paths in outputs.items():
-            names[role] = list(map(self._name, paths))
-            for path, name in zip(paths, names[role], strict=True):
-                # A corpus that is used where it lies is not the run's.
-                if path.is_relative_to(self.folder) and path not in sources and path.is_file():
-                    made[name] = self._digest(path)
+        for path in chain.from_iterable(outputs.values()):
+            # A corpus that is used where it lies is not the run's.
+            if path.is_relative_to(self.folder) and path not in sources and path.is_file():
+                made[self._name(path)] = self._digest(path)
         self.entries[stage] = self._reads[stage] | {"done": True, "outputs": names, "made": made}
         self.save()
 

@@ -34,9 +34,7 @@ class Generation:
     """A prompt and its continuation.
 
     Attributes:
-        prompt: as it was given.
-        text: what follows the prompt.
-        tokens: the ids of `text`.
+        text, tokens: what follows the prompt.
         logprobs: log-probability of each token, see `Drawn`; None without `options.logprobs`.
         ended: True if the model ended the text with one of the tokenizer's end tokens, False if `max_new_tokens` did.
     """

@@ -65,10 +65,8 @@ class KernelStep:
             tuple(map(matrix, (layer.qkv, layer.output, layer.gate_up, layer.down)))
             for layer in decoder.layers
         ]
-        self.gains: list[Tensor] = []  # of all norms, in order
-        for layer in decoder.layers:
-            self.gains += [layer.norm1, layer.norm2]
-        self.gains.append(model.ln_final.weight)
+        self.gains = [gain for layer in decoder.layers for gain in (layer.norm1, layer.norm2)]
+        self.gains.append(model.ln_final.weight)  # of all norms, in order
         self._runs: dict[int, Callable[[], None]] = {}
 
     def begin(self, rows: Tensor, tokens: Tensor) -> None:

@@ -175,6 +175,5 @@ def placed_in(folder: Path, tables: Mapping[str, Any]) -> dict[str, Any]:
 
     for name, keys in _PATHS.items():
         if isinstance(table := tables.get(name), dict):
-            for key in table.keys() & keys:
-                placed[name] = {**placed[name], key: moved(table[key])}
+            placed[name] = table | {key: moved(table[key]) for key in table.keys() & keys}
     return placed

@@ -344,10 +344,8 @@ def _read_index(path: Path) -> dict[str, str]:
     """Return tensor name -> file name."""
     try:
         weight_map = read_object(path).get("weight_map")
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise damaged_file(path, reason(error)) from error
-    except ValueError as error:
-        raise damaged_file(path, str(error)) from None
     if not isinstance(weight_map, dict) or not weight_map:
         raise damaged_file(path, "no weight_map")
     for name in weight_map.values():
