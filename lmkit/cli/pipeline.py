@@ -463,9 +463,6 @@ class Pipeline:
         return path
 
 
-# The stages
-
-
 def _make_corpus(run: Pipeline) -> Outputs:
     key = "valid" if run.corpus.valid else "train"
     learned = set(run.record.content["corpus.train"] if key == "valid" else ())
@@ -672,9 +669,6 @@ def paths_of(recipe: Recipe, key: str) -> list[Path]:
     table, _, name = key.partition(".")
     value = getattr(getattr(recipe, table), name)
     if isinstance(value, Path):
-        beside = [
-            value.parent / name
-            for name in (*run_folder.BESIDE_TOKENIZER, run_folder.SPECIAL_TOKENS_MAP, run_folder.ADDED_TOKENS)
-        ]
-        return [value, *(path for path in beside if path.is_file())]
+        names = (*run_folder.BESIDE_TOKENIZER, run_folder.SPECIAL_TOKENS_MAP, run_folder.ADDED_TOKENS)
+        return [value, *filter(Path.is_file, map(value.parent.joinpath, names))]
     return list(value or ())

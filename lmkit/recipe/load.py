@@ -234,9 +234,6 @@ def with_our_names(raw: Mapping[str, Any]) -> dict[str, Any]:
     return tables
 
 
-# Validation
-
-
 def validate(raw: Mapping[str, Any], *, origin: str, resolved: bool = False, benches: bool = False) -> Recipe:
     """Turn a plain dictionary into a `Recipe`; `origin` names the file in errors.
 

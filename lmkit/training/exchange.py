@@ -54,9 +54,6 @@ _FOR_OTHERS = {"format": "pt"}
 """Metadata of safetensors files: transformers refuses other formats."""
 
 
-# Export
-
-
 @dataclass(frozen=True)
 class ExportResult:
     """What `export_model` wrote."""
@@ -181,9 +178,6 @@ def _describe_tokenizer(
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     write_file(path, f"{json.dumps(content, indent=2, ensure_ascii=False)}\n".encode())
-
-
-# Import
 
 
 @dataclass(frozen=True)

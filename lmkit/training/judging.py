@@ -171,9 +171,6 @@ def open_trained(path: Path) -> TrainedModel:
     return TrainedModel(weights, precision, rows, recipe.run, held_out)
 
 
-# Document by document
-
-
 @dataclass(frozen=True)
 class DocumentScore:
     """How well a model predicts one document; loss in nats per token. `number` counts the documents of the token

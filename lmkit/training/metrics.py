@@ -63,9 +63,6 @@ class Sink:
         """End: no more records come."""
 
 
-# metrics.jsonl
-
-
 class MetricsFile(Sink):
     """Write `metrics.jsonl`, one record a line, and pass everything to other sinks. A record is in the file when
     `record` returns. What an earlier session wrote after `after_step` is dropped, as is a line that a kill cut short:
@@ -154,9 +151,6 @@ def draw_losses(folder: Path, *, title: str) -> None:
     if series:
         marked = (_CURVES["valid"], _CURVES["final"])
         write_atomic(folder / LOSS_PICTURE, loss_curve(series, title=title, marked=marked))
-
-
-# The console
 
 
 class Console(Sink):

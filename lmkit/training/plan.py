@@ -176,9 +176,6 @@ def _most(fits: Callable[[int], bool], largest: int = 1 << 20) -> int:
     return low
 
 
-# Make a few steps
-
-
 @dataclass(frozen=True)
 class Measured:
     """The largest peak memory (without a CUDA graph) and step time among the ranks; None: memory ran out."""

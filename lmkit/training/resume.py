@@ -223,9 +223,6 @@ def _held(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[nn.Paramet
     return {parameter: name for parameter, name in parameter_names(model).items() if parameter in held}
 
 
-# Save in the background
-
-
 class CheckpointWriter:
     """Save the checkpoints of one run, at most one at a time.
 
@@ -641,9 +638,6 @@ def is_finished(state: TrainingState, recipe: Recipe, stop_at_step: int | None) 
     ends = recipe.train.steps if stop_at_step is None else min(recipe.train.steps, stop_at_step)
     time_is_up = recipe.train.max_minutes is not None and state.seconds >= recipe.train.max_minutes * 60
     return state.step >= ends or time_is_up
-
-
-# A model and an optimizer in one file
 
 
 def save_checkpoint(

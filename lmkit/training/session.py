@@ -179,13 +179,10 @@ def _run_rank(
             environment = json.dumps(describe_environment(), indent=1) + "\n"
             write_atomic(recipe.run.path / run_folder.ENVIRONMENT, environment)
             assert resolved.train is not None
-            console = Console(resolved.train.steps, first_step=resumed_from or 0)
-            services = open_services(resolved, after_step=resumed_from or 0)
-            sink = MetricsFile(
-                recipe.run.path / run_folder.METRICS,
-                after_step=resumed_from or 0,
-                others=[console, *services],
-            )
+            after = resumed_from or 0
+            console = Console(resolved.train.steps, first_step=after)
+            others = [console, *open_services(resolved, after_step=after)]
+            sink = MetricsFile(recipe.run.path / run_folder.METRICS, after_step=after, others=others)
         try:
             for note in (*start.notes, start.begin):
                 sink.note(note)

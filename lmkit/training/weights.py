@@ -381,9 +381,6 @@ def _specs(
     return specs
 
 
-# Begin a training with given weights
-
-
 def open_given(recipe: Recipe, data: Data) -> GivenWeights:
     """Open the weights that a resolved recipe names in `train.init_from`."""
     model, train = resolved_tables(recipe)
