@@ -53,7 +53,7 @@ def plugin_error(error: BaseException) -> LmkitError | None:
         for frame, _ in frames
         for name in (frame.f_code.co_name, type(frame.f_locals.get("self")).__name__)
     }
-    entries = [(registry, entry) for registry in REGISTRIES for entry in registry.entries]
+    entries = [(registry, entry) for registry in REGISTRIES for entry in registry.entries.values()]
     nouns = [f"{r.noun} {e.name!r}: " for r, e in entries if (e.module, e.attribute) in called]
     frame, line = frames[-1]
     where = f"{''.join(nouns[:1])}{frame.f_code.co_filename}:{line}"

@@ -102,39 +102,34 @@ class Registry(Generic[F]):
                 message = f"{entry.file}: {self.noun} {name!r}: a name has neither spaces nor any of : + ,"
                 hint = "they separate names, and names from variants and options"
                 raise UsageError("registry.wrong_name", message, hint=hint)
-            for other in self._entries.values():
+            for other in self.entries.values():
                 taken = {name, *entry.facts.aliases} & {other.name, *other.facts.aliases}
                 is_same = (other.name, other.module, other.attribute) == (name, entry.module, entry.attribute)
                 if taken and not is_same:
                     message = f"{entry.file}: there is {self.noun} {min(taken)!r} already, in {other.module}"
                     raise UsageError("registry.name_taken", message, hint="register it under another name")
-            self._entries[name] = entry
+            self.entries[name] = entry
             return thing
 
         return keep
 
     def unregister(self, name: str) -> None:
         """Forget an object from outside."""
-        del self._entries[name]
-
-    @property
-    def entries(self) -> tuple[Entry[F], ...]:
-        """All entries, in the order of `names`."""
-        return tuple(self._entries.values())
+        del self.entries[name]
 
     @property
     def names(self) -> tuple[str, ...]:
         """All names, by their fact `order`, then those from outside."""
-        return tuple(self._entries)
+        return tuple(self.entries)
 
     @property
     def aliases(self) -> dict[str, str]:
         """Other spelling -> name."""
-        return {alias: entry.name for entry in self._entries.values() for alias in entry.facts.aliases}
+        return {alias: entry.name for entry in self.entries.values() for alias in entry.facts.aliases}
 
     def entry(self, name: str) -> Entry[F]:
         """Return the entry of a name or an alias; raise UsageError if there is none."""
-        found = self._entries.get(name) or self._entries.get(self.aliases.get(name, ""))
+        found = self.entries.get(name) or self.entries.get(self.aliases.get(name, ""))
         if found is None:
             message = f"no {self.noun} is called {name!r}{did_you_mean(name, self.names)}"
             raise UsageError("registry.unknown_name", message, hint="there are: " + ", ".join(self.names))
@@ -153,7 +148,7 @@ class Registry(Generic[F]):
                 missing = (error.name or "").split(".")[0]
                 if missing not in entry.facts.requires:
                     raise
-                others = (other.name for other in self._entries.values() if not other.facts.requires)
+                others = (other.name for other in self.entries.values() if not other.facts.requires)
                 message = f"{self.noun} {entry.name!r} needs {missing}, which is not installed"
                 hint = f"pip install {missing}, or choose another: {', '.join(others)}"
                 raise UsageError("registry.not_installed", message, hint=hint) from error
@@ -169,7 +164,8 @@ class Registry(Generic[F]):
         return found
 
     @cached_property
-    def _entries(self) -> dict[str, Entry[F]]:
+    def entries(self) -> dict[str, Entry[F]]:
+        """Name -> entry, in the order of `names`."""
         # The decorator's arguments and the name of what it decorates
         decorated = rf"^@{self._variable}\.register\((.*?)\)\n(?:@.*\n)*(?:def|class) (\w+)"
         found = list(self._core)

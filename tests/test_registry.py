@@ -43,7 +43,7 @@ def test_what_is_read_from_the_source_is_what_the_decorator_registers(kind):
         if name == "flash_triton":
             pytest.importorskip("triton")
         thing = kind.load(name)
-        assert kind._entries[name].attribute == thing.__name__
+        assert kind.entries[name].attribute == thing.__name__
 
 
 def test_a_recipe_may_name_what_a_plugin_registers(plugin, terminal):

@@ -22,17 +22,6 @@ FINISH_TIMEOUT_S = 60
 EVENTS = "tensorboard"
 
 
-def open_services(recipe: Recipe, *, after_step: int) -> list[Sink]:
-    """Open the services that the recipe asks for; `after_step` is the step from which the session goes on."""
-    assert recipe.train is not None
-    sinks: list[Sink] = []
-    if recipe.wandb.enabled:
-        sinks.append(wandb_sink(recipe, recipe.run.path, after_step=after_step))
-    if recipe.train.tensorboard:
-        sinks.append(tensorboard_sink(recipe.run.path, after_step=after_step))
-    return sinks
-
-
 def wandb_sink(recipe: Recipe, folder: Path, *, after_step: int = 0) -> ServiceSink:
     """Return the sink of Weights & Biases. After step 0 it goes on with W&B's run of the earlier session, unless the
     run folder is a copy of another name."""

@@ -53,7 +53,7 @@ from lmkit.training.run_data import (
     resolved_tables,
     token_paths,
 )
-from lmkit.training.services import open_services
+from lmkit.training.services import tensorboard_sink, wandb_sink
 from lmkit.training.setup import check_device, step_of
 from lmkit.training.trainer import Trainer, WriteSamples
 from lmkit.training.weights import GivenWeights, open_given
@@ -180,8 +180,11 @@ def _run_rank(
             write_atomic(recipe.run.path / run_folder.ENVIRONMENT, environment)
             assert resolved.train is not None
             after = resumed_from or 0
-            console = Console(resolved.train.steps, first_step=after)
-            others = [console, *open_services(resolved, after_step=after)]
+            others: list[Sink] = [Console(resolved.train.steps, first_step=after)]
+            if resolved.wandb.enabled:
+                others.append(wandb_sink(resolved, recipe.run.path, after_step=after))
+            if resolved.train.tensorboard:
+                others.append(tensorboard_sink(recipe.run.path, after_step=after))
             sink = MetricsFile(recipe.run.path / run_folder.METRICS, after_step=after, others=others)
         try:
             for note in (*start.notes, start.begin):
