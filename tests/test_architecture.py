@@ -174,7 +174,6 @@ ERRORS = {
     "RankFailed",
     "Diverged",
     "DamagedCheckpoint",
-    "NewerFormat",
 }
 CODE = re.compile(r"f?'[a-z0-9_]+\.[a-z0-9_{}]+'")
 
@@ -200,23 +199,23 @@ def test_every_error_has_a_code():
 # Code lines (neither blank, comment nor docstring) that a room may have; the files beside the rooms are "". A commit
 # that needs more changes the number, and says why.
 BUDGETS = {
-    "": 508,
+    "": 500,
     "attention": 600,
     "bench": 4705,
-    "cli": 2450,
+    "cli": 2399,
     "core": 1511,
     "data": 1493,
-    "generation": 953,
+    "generation": 937,
     "kernels": 5585,
     "measure": 1450,
     "model": 1320,
     "optim": 466,
     "parallel": 2507,
     "profile": 968,
-    "recipe": 1219,
+    "recipe": 1202,
     "storage": 376,
     "tokenizer": 1828,
-    "training": 4825,
+    "training": 4751,
 }
 
 

@@ -81,10 +81,6 @@ class DamagedCheckpoint(LmkitError):
     """A part of a checkpoint is missing or is not what was saved. An older checkpoint may be whole."""
 
 
-class NewerFormat(LmkitError):
-    """The checkpoint is whole, but in a format that this version does not know."""
-
-
 def damaged(path: object, what: str) -> DamagedCheckpoint:
     """Return the error that names the file and what is wrong with it."""
     return DamagedCheckpoint("checkpoint.damaged", f"{path}: {what}", hint=_USE_AN_OLDER)
@@ -98,9 +94,9 @@ def _unread(path: Path, error: OSError) -> LmkitError:
     return LmkitError("checkpoint.unreadable", f"{path}: {reason(error)}", hint=hint)
 
 
-def newer(path: object, what: str, found: object, known: int) -> NewerFormat:
-    """Return the error for a format that a later lmkit wrote."""
-    return NewerFormat(
+def newer(path: object, what: str, found: object, known: int) -> LmkitError:
+    """Return the error for a whole checkpoint in a format that a later lmkit wrote."""
+    return LmkitError(
         "checkpoint.newer_format",
         f"{path}: {what} format {found}, this lmkit knows {known}",
         hint="upgrade lmkit: pip install --upgrade lmkit",
