@@ -204,9 +204,6 @@ def generate_tokens(
         encode: makes the ids of a prompt, when its turn comes: a GPU need not wait until thousands are encoded.
         kernels, limits: `kernels`, `vocab_size`, `never` and `stops` of `Decoder`. An id of `stops` is yielded before
             it ends a row; `options.max_new_tokens` ends the others.
-
-    Raises:
-        LmkitError: the logits are not finite, or memory does not suffice.
     """
     if not prompts:
         return

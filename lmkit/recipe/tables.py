@@ -501,8 +501,7 @@ def from_depth(raw: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     - a batch has 2^19 tokens at 12 layers, and grows with the tokens to the power 0.383, in powers of two;
     - the learning rate is 1e-3 at 12 layers, and goes with the square root of batch / d_model.
 
-    Args:
-        raw: the tables as the TOML file has them; values that are given decide what follows from them.
+    Values that `raw`, the tables as the TOML file has them, gives decide what follows from them.
     """
     model = raw.get("model")
     if not isinstance(model, dict) or type(depth := model.get("depth")) is not int or not 1 <= depth <= 1024:

@@ -454,8 +454,7 @@ def prune(folder: Path, losses: dict[int, float | None], *, keep_last: int, keep
 
     Args:
         losses: step -> validation loss of the checkpoints known to be good. Others are read in full, and added.
-        keep_last: keep this many checkpoints with the highest steps, at least 1.
-        keep_best: also keep this many with the lowest validation loss.
+        keep_last, keep_best: as in the table [checkpoint].
     """
     saved = saved_steps(folder)
     kept = set()

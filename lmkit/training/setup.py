@@ -179,7 +179,6 @@ class TrainingStep:
         changes: `parallel` and `make_optimizer` of `step_of`.
 
     Attributes:
-        recipe: as it was given.
         outcome: of the last step that `run` made.
     """
 

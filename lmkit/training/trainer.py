@@ -93,9 +93,7 @@ class Trainer:
     Args:
         recipe: resolved.
         step: of `step_of`, restored where the run is resumed.
-        batches: this rank's batches.
         signals: of `stop_signals`; they tell the trainer to stop.
-        stop_at_step: end early after this step.
         write_samples: writes those of `train.sample_interval`.
     """
 
@@ -148,12 +146,7 @@ class Trainer:
         self._fraction = self.clock.fraction()
 
     def run(self) -> tuple[Ending, Evaluation | None]:
-        """Train, then evaluate on all held-out tokens if the schedule has ended.
-
-        Raises:
-            SystemExit, KeyboardInterrupt: a signal came; the state is saved.
-            LmkitError: the loss or a gradient is not finite, a checkpoint cannot be written, a rank is lost.
-        """
+        """Train, then evaluate on all held-out tokens if the schedule has ended; errors: as of `session.train`."""
         completed = False
         try:
             if self._train.init_from is not None and self.counters.step == 0:  # to see what training changes
