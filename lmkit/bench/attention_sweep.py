@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,7 +16,7 @@ from lmkit.bench.harness import ratio_fields, time_fields
 from lmkit.bench.summary import UNCHECKED
 from lmkit.bench.trainings import Variant, measure_figures
 from lmkit.errors import UsageError, did_you_mean
-from lmkit.measure.limits import Limits
+from lmkit.measure.limits import Limits, matmul_precision
 from lmkit.measure.memory import GB, available_memory, release_memory, track_peak
 from lmkit.measure.tables import Rows
 from lmkit.measure.timing import Timing, Work, time_variants, wall_clock
@@ -186,20 +185,6 @@ def timed_call(function: Callable[..., Tensor], inputs: Inputs, direction: str) 
     if direction == "forward":
         return None, forward_alone
     return (forward, backward) if direction == "backward" else (None, both)
-
-
-@contextmanager
-def matmul_precision(dtype: str) -> Iterator[None]:
-    """Multiply float32 as `dtype` says inside the block."""
-    import torch
-
-    # Not `matmul.fp32_precision`: torch refuses to compile where that and the older switch disagree.
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 SCORE_COPIES = 3  # scores, masked copy, probabilities: what a kernel that keeps scores holds at once

@@ -41,7 +41,7 @@ from lmkit.measure.limits import Limits
 from lmkit.measure.memory import GB, available_memory
 from lmkit.measure.plots import decorate
 from lmkit.measure.statistics import PairedRatio, spread
-from lmkit.measure.tables import Rows, row_files, wrote
+from lmkit.measure.tables import Rows, enumeration, row_files
 from lmkit.recipe.run_folder import ENVIRONMENT, RECIPE, refuse_results
 from lmkit.registry import BENCHES
 from lmkit.storage.atomic import FolderLock, write_atomic
@@ -87,7 +87,7 @@ class BenchStored:
 
     def __str__(self) -> str:
         nothing = "" if self.measured else "nothing in this table could be measured\n"
-        return f"{self.table}{nothing}\n{wrote(self.folder, self.files)}"
+        return f"{self.table}{nothing}\n{enumeration(f'wrote {self.folder}', self.files)}"
 
 
 def run_bench(

@@ -25,7 +25,7 @@ from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.environment import describe_environment, has_bf16
 from lmkit.measure.plots import decorate, grouped_bars
 from lmkit.measure.ranges import enable_ranges_from_environment, nvtx_is_available
-from lmkit.measure.tables import Column, Row, wrote
+from lmkit.measure.tables import Column, Row, enumeration
 from lmkit.measure.trace import Trace, profile_work, read_chrome_trace
 from lmkit.parallel.ranks import Ranks, local_device
 from lmkit.profile.nsys import INSTALL, MISSING, find_nsys, profile_command, read_nsys_file
@@ -55,11 +55,7 @@ class Profiled:
     is_fine: bool = True
 
     def __str__(self) -> str:
-        return f"{self.text}\n{wrote(self.folder, self.files)}"
-
-
-class CommandFailed(LmkitError):
-    """The profiled command failed: `lmkit profile` ends with its exit code."""
+        return f"{self.text}\n{enumeration(f'wrote {self.folder}', self.files)}"
 
 
 def run_command(arguments: Sequence[str], output: Path) -> Profiled:
@@ -100,7 +96,7 @@ def _run_under_nsys(
         trace = read_nsys_file(database)
         profiled = _store(replace(trace, source=source or trace.source), output, skip_steps=skip_steps)
     if exit_code != 0:
-        failed = CommandFailed(
+        failed = LmkitError(
             "profile.command_failed",
             f"{what}: ended with exit code {exit_code}",
             hint=f"{output} holds what was recorded before",

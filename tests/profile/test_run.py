@@ -8,13 +8,12 @@ import torch
 from raising import raises
 
 from lmkit.core.ranges import range_
-from lmkit.errors import UsageError
+from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.ranges import disable_ranges, observe_ranges
 from lmkit.measure.timing import time_variants
 from lmkit.profile import run as profiling
 from lmkit.profile.memory import run_memory
 from lmkit.profile.run import (
-    CommandFailed,
     Workload,
     choose_engine,
     main,
@@ -110,7 +109,7 @@ def test_an_nsys_database_is_summarized(two_steps, tmp_path):
 @pytest.mark.parametrize(("code", "expected"), [(5, 5), (-9, 137)])
 def test_a_command_that_dies_before_nsys_records_anything(monkeypatch, tmp_path, code, expected):
     monkeypatch.setattr(profiling, "profile_command", lambda command, folder: (code, None))
-    with pytest.raises(CommandFailed) as caught:
+    with pytest.raises(LmkitError) as caught:
         run_command(["x"], tmp_path)
     assert caught.value.exit_code == expected
 
