@@ -120,11 +120,7 @@ def kernel_of(name: str) -> tuple[str, Mapping[str, Any]]:
 
 
 def build_variant(name: str, dtype: str) -> Callable[..., Tensor]:
-    """Return the attention function of a variant.
-
-    Args:
-        dtype: kernels with their own matrix products need to be told "tf32".
-    """
+    """Return the attention function of a variant; kernels with their own matrix products are told "tf32"."""
     import torch
 
     from lmkit.attention import attention_function
@@ -201,11 +197,7 @@ class Sweep:
         self._calls: dict[tuple[str, int, str], tuple[float, float]] = {}  # last (FLOPs, ms) measured
 
     def measure(self, case: Case, kernels: Sequence[str], directions: Sequence[str] = ("forward",)) -> Rows:
-        """Return a row per direction and kernel of one shape.
-
-        Args:
-            directions: "forward", or "fwd+bwd" and "backward", which share inputs and checks.
-        """
+        """Return a row per kernel and direction ("forward", or "fwd+bwd" and "backward", which share inputs)."""
         import torch
 
         from lmkit.bench.attention_gate import Gate
@@ -433,7 +425,6 @@ class Sweep:
         return too_large if needed > 0.8 * free else {}
 
     def _figures(self, case: Case, key: str, timing: Timing) -> dict[str, Any]:
-        """Return times and rates of one variant."""
         direction, _, name = key.partition(" ")
         fields = time_fields(timing.samples_ms)
         rate = case.flops(self._options, direction) / (fields["median_ms"] * 1e-3)

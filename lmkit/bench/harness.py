@@ -1,20 +1,10 @@
 """Run a bench: cases x variants -> rows -> tables, pictures and a report.
 
-A bench is one file of this package that registers a function `bench(context) -> rows` and defines its table
-`Options`:
-
-    class Options(Table):
-        sizes: tuple[PositiveInt, ...] = (1024,)
-        \"\"\"Elements of the buffers.\"\"\"
-
-    @BENCHES.register("copy", help="Copy bandwidth over buffer sizes.")
-    def copy(context: Context) -> Rows:
-        ...
-
-From these come `lmkit bench copy --sizes 1,2`, the recipe's [bench.copy], the folder, the journal and the report. A
-file may also declare its columns (`summary.summary_of`) and define `check(recipe)`, `pictures(rows)`, and
-`in_worlds(recipe, nproc, start)`, which calls `start(recipe, nproc) -> (rows, environment)` for every world size and
-joins what they return.
+A bench is one file of this package, such as `all_reduce.py`: it registers a function `bench(context) -> rows` and
+defines its table `Options`. From these come its command with flags, the recipe's [bench.NAME], the folder, the
+journal and the report. The file may also declare its columns (`summary.summary_of`) and define `check(recipe)`,
+`pictures(rows)`, and `in_worlds(recipe, nproc, start)`, which calls `start(recipe, nproc) -> (rows, environment)` for
+every world size and joins what they return.
 
 Importing this module is cheap: torch loads when a bench runs.
 """
@@ -98,11 +88,6 @@ def run_bench(
     Args:
         output: the folder; by default `artifacts/benches/<run.name>/<bench>`.
         nproc: ranks to start on this machine; under torchrun leave it at 1.
-
-    Raises:
-        UsageError: the recipe asks for something that does not exist, or the bench needs several ranks.
-        LmkitError: another bench is running in this folder.
-        KeyboardInterrupt: on the first rank, with the place of the rows so far.
     """
     from lmkit.recipe.load import recipe_to_toml  # it imports the tables of all benches
 
@@ -216,7 +201,6 @@ def _on_rank(name: str, recipe: Recipe, journal: Journal, progress: Progress) ->
 
 
 def bench_module(name: str) -> Any:
-    """Import and return the module that registers a bench."""
     return sys.modules[BENCHES.load(name).__module__]
 
 
@@ -235,9 +219,6 @@ def result_files(
     pictures = decorate(f"pictures of bench {name}", draw) or {}
     report = report_text(summary, environment, tuple(pictures))
     return summary, {**row_files(f"{prefix}results", rows), **pictures, f"{prefix}report.md": report}
-
-
-# What benches share
 
 
 def believed(row: dict[str, Any]) -> dict[str, Any]:

@@ -36,9 +36,6 @@ def closed_text(path: str) -> bytes:
     return data.rstrip() if not data or data.rstrip().endswith(end) else data + end
 
 
-# Training
-
-
 def train_ours(job: Job) -> Timed:
     return lambda: train_tokenizer([Path(job.text)], vocab_size=job.vocab_size, workers=job.workers)
 
@@ -59,9 +56,6 @@ def train_huggingface(job: Job) -> Timed:
         show_progress=False,
     )
     return lambda: tokenizer.train([job.text], trainer)
-
-
-# Encoding
 
 
 def encode_ours(job: Job) -> Timed:

@@ -95,7 +95,6 @@ def git_state() -> dict[str, Any] | None:
 
 
 def usable_cpus() -> int:
-    """Return the number of CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

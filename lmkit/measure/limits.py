@@ -21,7 +21,6 @@ class Limits:
     Attributes:
         matmul_flops: dtype name -> FLOP/s of the fastest square matmul.
         copy_bytes_per_s: bytes read plus bytes written.
-        again: measures once more; None: cannot.
     """
 
     device: str
@@ -84,11 +83,7 @@ def matmul_precision(dtype: str) -> Iterator[None]:
 
 
 def measure_matmul_peak(device: torch.device | str, dtype: str) -> float:
-    """Return the FLOP/s of the fastest of a few square matmuls, best of interleaved repeats.
-
-    Args:
-        dtype: "fp32", "tf32" (fp32 values on tensor cores), "bf16" or "fp16".
-    """
+    """Return the FLOP/s of the fastest of a few square matmuls, best of repeats ("tf32": of fp32 values)."""
     import torch
 
     from lmkit.measure.timing import time_variants

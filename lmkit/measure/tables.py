@@ -152,7 +152,6 @@ def terminal_table(rows: Sequence[Row], columns: Sequence[Column], *, width: int
 
 
 def _cells(rows: Sequence[Row], columns: Sequence[Column]) -> list[list[str]]:
-    """Return the headers, then the text of every row."""
     headers = [column.header for column in columns]
     return [headers, *([column.text(row) for column in columns] for row in rows)]
 

@@ -72,7 +72,6 @@ class Trace:
     """One recording. `calls` and `work` are None where no GPU was traced.
 
     Attributes:
-        engine: "nsys" or "kineto".
         source: name of the file or of what was run; no folders.
         ops: CPU operators (kineto only): name -> (calls, self time in ns).
         undisturbed_ms: median of a step (or pass) without the profiler.

@@ -333,9 +333,7 @@ def run_memory(
 ) -> Profiled:
     """Record the memory of training steps (or passes): peaks by phase, category and source line.
 
-    Args:
-        warmup: steps before the recorded ones; the optimizer's state appears in the very first.
-        snapshot: of a GPU, write `memory_snapshot.pickle` for https://pytorch.org/memory_viz.
+    `snapshot`: of a GPU, write `memory_snapshot.pickle` for https://pytorch.org/memory_viz.
     """
     work = Workload(recipe, mode, steps, warmup)
     with work.numerics():

@@ -182,7 +182,6 @@ class Workload:
 
     @cached_property
     def model(self) -> ModelConfig:
-        """[model] with its vocabulary."""
         return required_model(self.recipe, command="profile")
 
     @property
@@ -214,7 +213,6 @@ class Workload:
 
 
 def workload_from_json(text: str) -> Workload:
-    """Return the workload that `Workload.as_json` wrote."""
     fields: dict[str, Any] = json.loads(text)
     return Workload(Recipe.model_validate_json(json.dumps(fields.pop("recipe"))), **fields)
 

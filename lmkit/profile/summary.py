@@ -313,7 +313,6 @@ BUILD, WHOLE_RUN = "build", "whole run"
 
 
 def gib_key(category: str) -> str:
-    """Return the row's key for the size of a category."""
     return category.replace(" ", "_") + "_gib"
 
 
@@ -328,12 +327,7 @@ Table = Callable[[Any, Sequence[Column]], str]
 
 
 def summarize_trace(rows: Rows, table: Table = markdown_table) -> Summary:
-    """Say how many kernels a step launches and who waits for whom.
-
-    Args:
-        rows: the summary of a recording.
-        table: how to write ranges, kernels and operators.
-    """
+    """Say how many kernels a step launches and who waits for whom, from one row: the summary of a recording."""
     trace = rows[0]
     facts = [{"what": f"window ({trace['window']})", "value": f"{trace['window_ms']:.2f} ms"}]
     missing = []

@@ -43,7 +43,6 @@ _TWO_FILES = "GPT-2's tokenizer is two files, vocab.json and merges.txt; a token
 
 
 def damaged(path: str | Path, what: object) -> LmkitError:
-    """Return the error for a tokenizer file whose content is wrong."""
     return LmkitError("tokenizer.damaged_file", f"{path}: {what}", hint=_DAMAGED_HINT)
 
 
