@@ -215,7 +215,7 @@ BUDGETS = {
     "profile": 968,
     "recipe": 1219,
     "storage": 376,
-    "tokenizer": 1828,
+    "tokenizer": 1811,
     "training": 4825,
 }
 

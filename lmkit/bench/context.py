@@ -52,11 +52,9 @@ def storable(row: Mapping[str, Any]) -> dict[str, Any]:
         elif getattr(value, "shape", None) == ():
             value = value.item()
         try:
-            json.dumps(value)
+            found[key] = json.loads(json.dumps(value))
         except (TypeError, ValueError) as error:
             fault = {"status": "failed", "detail": f"{key}: {first_line(error)}"}
-        else:
-            found[key] = value
     return found | fault
 
 

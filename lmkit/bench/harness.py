@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +30,7 @@ from lmkit.measure.limits import Limits
 from lmkit.measure.memory import GB, available_memory
 from lmkit.measure.plots import decorate
 from lmkit.measure.statistics import PairedRatio, spread
-from lmkit.measure.tables import Rows, enumeration, row_files
+from lmkit.measure.tables import Rows, enumeration, finite, row_files
 from lmkit.recipe.run_folder import ENVIRONMENT, RECIPE, refuse_results
 from lmkit.registry import BENCHES
 from lmkit.storage.atomic import FolderLock, write_atomic
@@ -225,7 +224,7 @@ def believed(row: dict[str, Any]) -> dict[str, Any]:
     """Return the row; without its figures, and with a status of `WRONG`, if one of them cannot be true."""
     why: dict[str, Any] = {}
     for key, value in row.items() if row.get("status") in MEASURED else ():
-        if not _is_finite(value):
+        if finite(value) != value:
             why = wrong_result(f"{key} is not finite")
         elif key in MOST and value is not None and value > MOST[key]:
             bases = {"share_of_matmul": "measured matmul rate", "share": "measured copy bandwidth"}
@@ -238,14 +237,6 @@ def believed(row: dict[str, Any]) -> dict[str, Any]:
 def without_figures(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return what identifies a row: text, whole numbers and switches."""
     return {key: value for key, value in row.items() if not isinstance(value, float | list | dict)}
-
-
-def _is_finite(value: Any) -> bool:
-    if isinstance(value, float):
-        return math.isfinite(value)
-    if isinstance(value, Mapping):
-        return all(map(_is_finite, value.values()))
-    return all(map(_is_finite, value)) if isinstance(value, list | tuple) else True
 
 
 def add_figures(row: dict[str, Any], limits: Limits | None, make: Callable[[], dict[str, Any]]) -> bool:

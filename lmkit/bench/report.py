@@ -130,11 +130,7 @@ class Reported:
 
 
 def write_reports(
-    folder: Path | None,
-    output: Path | None,
-    *,
-    force: bool = False,
-    profiles: Mapping[str, Summarize],
+    folder: Path | None, output: Path | None, *, force: bool = False, profiles: Mapping[str, Summarize]
 ) -> Reported:
     """Write every document for which there are rows below a folder.
 

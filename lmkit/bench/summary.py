@@ -15,14 +15,7 @@ from typing import Any
 from lmkit.measure.limits import limits_sentence
 from lmkit.measure.plots import grouped_bars
 from lmkit.measure.statistics import FEWEST_PAIRS
-from lmkit.measure.tables import (
-    TERMINAL_WIDTH,
-    Column,
-    Rows,
-    grouped,
-    markdown_table,
-    terminal_table,
-)
+from lmkit.measure.tables import TERMINAL_WIDTH, Column, Rows, grouped, markdown_table, terminal_table
 
 WRONG = ("wrong result", "impossible rate")
 """Values of `status` in rows of variants that compute something else, or whose figures cannot be true."""

@@ -131,7 +131,7 @@ VARIANTS: dict[tuple[str, str], Callable[[Job], Timed]] = {
 def run(job: Job) -> dict[str, Any]:
     """Do the job; return its seconds and a hash of the ids that does not depend on the number of files."""
     work = VARIANTS[job.task, job.variant](job)
-    outputs = []  # files of ids, in the order of the text
+    outputs: list[Path] = []  # files of ids, in the order of the text
     if job.variant == "tiktoken":
         outputs = [Path(f"{job.output}.{i}") for i in range(job.workers)]
     elif job.task == "encode":

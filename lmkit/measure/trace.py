@@ -62,10 +62,6 @@ class DeviceWork(NamedTuple):
     correlation: int
     from_graph: bool = False
 
-    @property
-    def is_communication(self) -> bool:
-        return "nccl" in self.name.lower()
-
 
 @dataclass(frozen=True)
 class Trace:
@@ -115,11 +111,7 @@ _PATTERNS = {
 
 
 def kernel_class(name: str) -> str:
-    """Return the class of a kernel, or of a CPU operator, by its name.
-
-    >>> kernel_class("nvjet_tst_192x192_64x4_2x1_v_bz_TNT")
-    'matrix products'
-    """
+    """Return the class of a kernel, or of a CPU operator, by its name."""
     return next(
         (found for found, pattern in _PATTERNS.items() if re.search(pattern, name, re.IGNORECASE)), REST
     )

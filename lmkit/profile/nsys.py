@@ -25,13 +25,9 @@ GIVE_EXPORT = "give a .sqlite file that nsys exported"
 GIVE_FILE = "give a .sqlite or .nsys-rep file of Nsight Systems"
 
 
-def find_nsys() -> str | None:
-    return shutil.which("nsys")
-
-
 def require_nsys(*, otherwise: str) -> str:
     """Return the `nsys` on the PATH, or raise an error; `otherwise` is the end of its hint."""
-    nsys = find_nsys()
+    nsys = shutil.which("nsys")
     if nsys is None:
         raise UsageError("nsys.missing", MISSING, hint=f"{INSTALL}, or {otherwise}")
     return nsys

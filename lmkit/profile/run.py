@@ -8,9 +8,9 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from lmkit.measure.ranges import enable_ranges_from_environment, nvtx_is_availab
 from lmkit.measure.tables import Column, Row, enumeration
 from lmkit.measure.trace import Trace, profile_work, read_chrome_trace
 from lmkit.parallel.ranks import Ranks, local_device
-from lmkit.profile.nsys import INSTALL, MISSING, find_nsys, profile_command, read_nsys_file
+from lmkit.profile.nsys import INSTALL, MISSING, profile_command, read_nsys_file
 from lmkit.profile.summary import summarize, summarize_trace, text_of
 from lmkit.recipe.load import required
 from lmkit.recipe.recipe import Recipe
@@ -76,7 +76,7 @@ def run_steps(recipe: Recipe, output: Path, *, engine: Engine, mode: Mode, steps
     if choose_engine(engine) == "nsys":
         command = [sys.executable, "-m", "lmkit.profile.run", work.as_json()]
         return _run_under_nsys(command, output, what=recipe.run.name, source=str(work), skip_steps=0)
-    with work.numerics():
+    with numerics(work.recipe.run, work.ranks):
         trace, content = profile_work(
             call_of(make_training(work), work.mode),
             work.steps,
@@ -134,7 +134,7 @@ def choose_engine(engine: Engine) -> Literal["nsys", "kineto"]:
     """Return nsys where it works, else kineto with a warning in the log."""
     if engine == "kineto":
         return "kineto"
-    if find_nsys() is None:
+    if shutil.which("nsys") is None:
         missing, remedy = MISSING, INSTALL
     elif not nvtx_is_available():
         missing = "nsys needs NVTX ranges, and this torch is a CPU build without them"
@@ -189,10 +189,6 @@ class Workload:
         required(self.recipe.train, "train", self.recipe, command="profile")
         return cast(TrainConfig, with_precision(self.recipe, has_bf16=has_bf16(self.ranks.device)).train)
 
-    def numerics(self) -> AbstractContextManager[None]:
-        """Set the recipe's threads and determinism while the block runs."""
-        return numerics(self.recipe.run, self.ranks)
-
     @property
     def ranks(self) -> Ranks:
         return Ranks(device=local_device(self.recipe.run.device, local_rank=0))
@@ -242,7 +238,7 @@ def main(arguments: Sequence[str]) -> None:
     """Run the workload that the JSON argument describes, with the ranges that LMKIT_RANGES asks for."""
     (text,) = arguments
     work = workload_from_json(text)
-    with work.numerics():
+    with numerics(work.recipe.run, work.ranks):
         call = call_of(make_training(work), work.mode)
         for _ in range(work.warmup):
             call()

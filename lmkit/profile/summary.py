@@ -263,7 +263,8 @@ def _communication(work: Sequence[DeviceWork] | None) -> tuple[float | None, flo
     communication: dict[int, list[tuple[int, int]]] = defaultdict(list)
     compute: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for item in work:
-        (communication if item.is_communication else compute)[item.device].append((item.start, item.end))
+        of_kind = communication if "nccl" in item.name.lower() else compute
+        of_kind[item.device].append((item.start, item.end))
     spent = sum(total(intervals) for intervals in communication.values())
     if not spent:
         return 0.0, None

@@ -67,11 +67,7 @@ def to_characters(token: bytes) -> str:
 
 
 def to_bytes(name: str) -> bytes | None:
-    """Return the bytes of a token in the byte alphabet; None if it has other characters.
-
-    >>> to_bytes("Ġthe")
-    b' the'
-    """
+    """Return the bytes of a token in the byte alphabet; None if it has other characters."""
     try:
         return codecs.charmap_encode(name, "strict", _BYTES)[0]
     except ValueError:

@@ -37,10 +37,10 @@ def names(summary):
     return [entry["name"] for entry in summary["ranges"]]
 
 
-@pytest.mark.parametrize("missing", [None, "find_nsys", "nvtx_is_available"])
-def test_auto_takes_nsys_where_it_can_work_else_kineto_and_says_so(monkeypatch, tmp_path, caplog, missing):
+@pytest.mark.parametrize("missing", [None, "nsys", "nvtx_is_available"])
+def test_auto_takes_nsys_where_it_can_work_else_kineto_and_says_so(monkeypatch, caplog, missing):
     monkeypatch.setattr(profiling, "nvtx_is_available", lambda: missing != "nvtx_is_available")
-    monkeypatch.setattr(profiling, "find_nsys", lambda: None if missing == "find_nsys" else "nsys")
+    monkeypatch.setattr(profiling.shutil, "which", lambda name: None if missing == name else name)
     assert choose_engine("kineto") == "kineto"
     assert caplog.text == ""
     with caplog.at_level(logging.WARNING, logger="lmkit"):
@@ -145,7 +145,7 @@ def test_a_model_without_vocabulary_is_refused():
         make_training(Workload(Recipe(model=ModelConfig(), train=TrainConfig())))
 
 
-@pytest.mark.skipif(profiling.find_nsys() is None, reason="nsys (Nsight Systems) is not installed")
+@pytest.mark.skipif(profiling.shutil.which("nsys") is None, reason="nsys (Nsight Systems) is not installed")
 @pytest.mark.skipif(
     not profiling.nvtx_is_available(), reason="neither a CUDA build of torch nor the nvtx package"
 )
