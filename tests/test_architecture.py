@@ -214,7 +214,7 @@ BUDGETS = {
     "profile": 968,
     "recipe": 1202,
     "storage": 376,
-    "tokenizer": 1828,
+    "tokenizer": 1811,
     "training": 4751,
 }
 

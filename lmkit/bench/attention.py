@@ -86,7 +86,6 @@ class Options(Table):
 
 
 def build_cases(options: Options) -> list[Case]:
-    """Return the tiers in the order given, then the grid."""
     cases = [Case("tiers", tier, *parse_tier(tier), options.head_dim) for tier in options.tiers]
     for head_dim in options.grid_head_dims:
         cases += [Case("grid", str(length), length, length, head_dim) for length in options.grid_lengths]
@@ -152,12 +151,10 @@ NOTES = ("D: head_dim; tier: tokens, or queries:keys",)
 
 
 def shown(rows: Rows) -> Rows:
-    """Return the rows of tiers."""
     return [row for row in rows if row.get("part") != "grid"]
 
 
 def tables(rows: Rows) -> dict[str, str]:
-    """Return the table of the grid."""
     grid = [row for row in rows if row.get("part") == "grid"]
     return {"Head dimension x length": markdown_table(grid, COLUMNS)} if grid else {}
 

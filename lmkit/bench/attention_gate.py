@@ -78,7 +78,6 @@ class Inputs:
                 tensor.copy_(getattr(other, name))
 
     def run(self, function: Callable[..., Tensor]) -> Results:
-        """Return the results of an attention function."""
         return run_attention(function, self.q, self.k, self.v, self.dout, causal=self.causal)
 
 

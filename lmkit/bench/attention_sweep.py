@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,7 +16,7 @@ from lmkit.bench.harness import ratio_fields, time_fields
 from lmkit.bench.summary import UNCHECKED
 from lmkit.bench.trainings import Variant, measure_figures
 from lmkit.errors import UsageError, did_you_mean
-from lmkit.measure.limits import Limits
+from lmkit.measure.limits import Limits, matmul_precision
 from lmkit.measure.memory import GB, available_memory, release_memory, track_peak
 from lmkit.measure.tables import Rows
 from lmkit.measure.timing import Timing, Work, time_variants, wall_clock
@@ -121,11 +120,7 @@ def kernel_of(name: str) -> tuple[str, Mapping[str, Any]]:
 
 
 def build_variant(name: str, dtype: str) -> Callable[..., Tensor]:
-    """Return the attention function of a variant.
-
-    Args:
-        dtype: kernels with their own matrix products need to be told "tf32".
-    """
+    """Return the attention function of a variant; kernels with their own matrix products are told "tf32"."""
     import torch
 
     from lmkit.attention import attention_function
@@ -188,20 +183,6 @@ def timed_call(function: Callable[..., Tensor], inputs: Inputs, direction: str) 
     return (forward, backward) if direction == "backward" else (None, both)
 
 
-@contextmanager
-def matmul_precision(dtype: str) -> Iterator[None]:
-    """Multiply float32 as `dtype` says inside the block."""
-    import torch
-
-    # Not `matmul.fp32_precision`: torch refuses to compile where that and the older switch disagree.
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
 SCORE_COPIES = 3  # scores, masked copy, probabilities: what a kernel that keeps scores holds at once
 
 
@@ -216,11 +197,7 @@ class Sweep:
         self._calls: dict[tuple[str, int, str], tuple[float, float]] = {}  # last (FLOPs, ms) measured
 
     def measure(self, case: Case, kernels: Sequence[str], directions: Sequence[str] = ("forward",)) -> Rows:
-        """Return a row per direction and kernel of one shape.
-
-        Args:
-            directions: "forward", or "fwd+bwd" and "backward", which share inputs and checks.
-        """
+        """Return a row per kernel and direction ("forward", or "fwd+bwd" and "backward", which share inputs)."""
         import torch
 
         from lmkit.bench.attention_gate import Gate
@@ -448,7 +425,6 @@ class Sweep:
         return too_large if needed > 0.8 * free else {}
 
     def _figures(self, case: Case, key: str, timing: Timing) -> dict[str, Any]:
-        """Return times and rates of one variant."""
         direction, _, name = key.partition(" ")
         fields = time_fields(timing.samples_ms)
         rate = case.flops(self._options, direction) / (fields["median_ms"] * 1e-3)

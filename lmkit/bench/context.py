@@ -31,13 +31,11 @@ class Journal:
     path: Path
 
     def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Append rows."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json_lines(rows))  # one write: lines of several processes do not mix
 
     def rows(self) -> Rows:
-        """Return the rows so far."""
         lines = read_input(self.path).decode().splitlines() if self.path.exists() else []
         return [json.loads(line) for line in lines]
 
@@ -54,11 +52,9 @@ def storable(row: Mapping[str, Any]) -> dict[str, Any]:
         elif getattr(value, "shape", None) == ():
             value = value.item()
         try:
-            json.dumps(value)
+            found[key] = json.loads(json.dumps(value))
         except (TypeError, ValueError) as error:
             fault = {"status": "failed", "detail": f"{key}: {first_line(error)}"}
-        else:
-            found[key] = value
     return found | fault
 
 

@@ -54,6 +54,7 @@ OPTION = re.compile(
 
 
 First = Callable[[str, "TrainingStep", PeakMemory], dict[str, Any]]
+"""Returns what is measured of a training: of its name, itself, and the memory of making it."""
 
 
 class RanksOptions(Table):
@@ -89,7 +90,6 @@ def case_of(recipe: Any, options: RanksOptions, bench: str) -> Recipe:
 
 
 def tables_of(case: Recipe) -> tuple[ModelConfig, TrainConfig]:
-    """Return [model] and [train] of a case."""
     assert case.model is not None
     assert case.train is not None
     return case.model, case.train
@@ -209,12 +209,7 @@ def reference_of(names: Sequence[str], case: Recipe, ranks: Ranks) -> Reference:
 def variant_of(
     name: str, row: dict[str, Any], case: Recipe, ranks: Ranks, seen: Reference, more: First
 ) -> Variant:
-    """Return a variant; it is checked if its ranks synchronize.
-
-    Args:
-        seen: of `reference_of`.
-        more: returns what is measured of a training: of its name, itself, and the memory of making it.
-    """
+    """Return a variant; it is checked against `seen`, of `reference_of`, if its ranks synchronize."""
     from lmkit.bench.training_gate import ROUNDED, STEPS, after_timing, budget_of, judge
 
     budget = ROUNDED if is_rounded(name) else budget_of(tables_of(case)[1].precision)

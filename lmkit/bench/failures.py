@@ -101,7 +101,6 @@ def _ends_the_bench(error: BaseException) -> bool:
 
 
 def _status_of(error: BaseException) -> dict[str, Any]:
-    """Return the status and detail of a row whose variant raised an error."""
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and is_out_of_memory(error)):
         return not_enough_memory(str(error) or "of the host")
     refused = isinstance(error, UsageError | NotImplementedError) or any(x in str(error) for x in REFUSALS)
@@ -109,9 +108,9 @@ def _status_of(error: BaseException) -> dict[str, Any]:
     return {"status": "unsupported" if refused else "failed", "detail": detail}
 
 
-def not_enough_memory(reason: BaseException | str) -> dict[str, Any]:
-    """Return the status and detail of a row that does not fit; the detail of an error is its first sentence."""
-    return {"status": "out of memory", "detail": str(reason).split(". ")[0].partition("\n")[0]}
+def not_enough_memory(reason: str) -> dict[str, Any]:
+    """Return the status and detail of a row that does not fit; the detail is the first sentence."""
+    return {"status": "out of memory", "detail": reason.split(". ")[0].partition("\n")[0]}
 
 
 def wrong_result(why: str) -> dict[str, Any]:

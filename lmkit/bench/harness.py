@@ -1,20 +1,10 @@
 """Run a bench: cases x variants -> rows -> tables, pictures and a report.
 
-A bench is one file of this package that registers a function `bench(context) -> rows` and defines its table
-`Options`:
-
-    class Options(Table):
-        sizes: tuple[PositiveInt, ...] = (1024,)
-        \"\"\"Elements of the buffers.\"\"\"
-
-    @BENCHES.register("copy", help="Copy bandwidth over buffer sizes.")
-    def copy(context: Context) -> Rows:
-        ...
-
-From these come `lmkit bench copy --sizes 1,2`, the recipe's [bench.copy], the folder, the journal and the report. A
-file may also declare its columns (`summary.summary_of`) and define `check(recipe)`, `pictures(rows)`, and
-`in_worlds(recipe, nproc, start)`, which calls `start(recipe, nproc) -> (rows, environment)` for every world size and
-joins what they return.
+A bench is one file of this package, such as `all_reduce.py`: it registers a function `bench(context) -> rows` and
+defines its table `Options`. From these come its command with flags, the recipe's [bench.NAME], the folder, the
+journal and the report. The file may also declare its columns (`summary.summary_of`) and define `check(recipe)`,
+`pictures(rows)`, and `in_worlds(recipe, nproc, start)`, which calls `start(recipe, nproc) -> (rows, environment)` for
+every world size and joins what they return.
 
 Importing this module is cheap: torch loads when a bench runs.
 """
@@ -23,7 +13,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,7 +30,7 @@ from lmkit.measure.limits import Limits
 from lmkit.measure.memory import GB, available_memory
 from lmkit.measure.plots import decorate
 from lmkit.measure.statistics import PairedRatio, spread
-from lmkit.measure.tables import Rows, row_files, wrote
+from lmkit.measure.tables import Rows, enumeration, finite, row_files
 from lmkit.recipe.run_folder import ENVIRONMENT, RECIPE, refuse_results
 from lmkit.registry import BENCHES
 from lmkit.storage.atomic import FolderLock, write_atomic
@@ -87,7 +76,7 @@ class BenchStored:
 
     def __str__(self) -> str:
         nothing = "" if self.measured else "nothing in this table could be measured\n"
-        return f"{self.table}{nothing}\n{wrote(self.folder, self.files)}"
+        return f"{self.table}{nothing}\n{enumeration(f'wrote {self.folder}', self.files)}"
 
 
 def run_bench(
@@ -98,11 +87,6 @@ def run_bench(
     Args:
         output: the folder; by default `artifacts/benches/<run.name>/<bench>`.
         nproc: ranks to start on this machine; under torchrun leave it at 1.
-
-    Raises:
-        UsageError: the recipe asks for something that does not exist, or the bench needs several ranks.
-        LmkitError: another bench is running in this folder.
-        KeyboardInterrupt: on the first rank, with the place of the rows so far.
     """
     from lmkit.recipe.load import recipe_to_toml  # it imports the tables of all benches
 
@@ -216,7 +200,6 @@ def _on_rank(name: str, recipe: Recipe, journal: Journal, progress: Progress) ->
 
 
 def bench_module(name: str) -> Any:
-    """Import and return the module that registers a bench."""
     return sys.modules[BENCHES.load(name).__module__]
 
 
@@ -237,14 +220,11 @@ def result_files(
     return summary, {**row_files(f"{prefix}results", rows), **pictures, f"{prefix}report.md": report}
 
 
-# What benches share
-
-
 def believed(row: dict[str, Any]) -> dict[str, Any]:
     """Return the row; without its figures, and with a status of `WRONG`, if one of them cannot be true."""
     why: dict[str, Any] = {}
     for key, value in row.items() if row.get("status") in MEASURED else ():
-        if not _is_finite(value):
+        if finite(value) != value:
             why = wrong_result(f"{key} is not finite")
         elif key in MOST and value is not None and value > MOST[key]:
             bases = {"share_of_matmul": "measured matmul rate", "share": "measured copy bandwidth"}
@@ -257,14 +237,6 @@ def believed(row: dict[str, Any]) -> dict[str, Any]:
 def without_figures(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return what identifies a row: text, whole numbers and switches."""
     return {key: value for key, value in row.items() if not isinstance(value, float | list | dict)}
-
-
-def _is_finite(value: Any) -> bool:
-    if isinstance(value, float):
-        return math.isfinite(value)
-    if isinstance(value, Mapping):
-        return all(map(_is_finite, value.values()))
-    return all(map(_is_finite, value)) if isinstance(value, list | tuple) else True
 
 
 def add_figures(row: dict[str, Any], limits: Limits | None, make: Callable[[], dict[str, Any]]) -> bool:

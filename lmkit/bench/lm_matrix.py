@@ -302,9 +302,6 @@ def _outcome(
     return {"valid_loss": loss, "first_loss": curve[0], "final_loss": curve[-1], "losses": curve}
 
 
-# Tokens
-
-
 def tokens_of(options: Options, seed: int) -> np.ndarray:
     """Return the tokens: the token file, memory-mapped, or the bytes of a text or of generated stories."""
     import numpy as np
@@ -338,7 +335,6 @@ def check_batches(options: Options, shortest: int, ranks: Ranks) -> None:
 
 
 def batches_of(context: Context, tokens: np.ndarray, ranks: Ranks) -> TokenBatches:
-    """Return the batches of one of the ranks."""
     from lmkit.core.batches import TokenBatches
 
     sizes: dict[str, Any] = {key: getattr(context.options, key) for key in ("batch_size", "context_length")}

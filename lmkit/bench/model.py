@@ -279,8 +279,6 @@ NOTES = (
 
 
 def pictures(rows: Rows) -> dict[str, bytes]:
-    """Draw time over length."""
-
     def kind(row: Mapping[str, Any]) -> str:
         return row["precision"] + (f", compile {row['compile']}" if row["compile"] != "none" else "")
 

@@ -90,20 +90,6 @@ def optimizer(context: Context) -> Rows:
     return rows
 
 
-def state_bytes(optimizer: Any) -> int:
-    """Return the bytes of optimizer state on this rank, without fp32 masters of bf16 weights."""
-    import torch
-
-    # PyTorch's ZeroRedundancyOptimizer keeps the state of the parameters dealt to this rank in `optim`.
-    states = optimizer.optim.state if hasattr(optimizer, "optim") else optimizer.state_dict()["state"]
-    return sum(
-        value.nbytes
-        for state in states.values()
-        for key, value in state.items()
-        if isinstance(value, torch.Tensor) and key != "master"
-    )
-
-
 def _memory_fields(name: str, built: TrainingStep, making: PeakMemory) -> dict[str, Any]:
     """Return the memory at some points of a step, after the first, in which state was made."""
     import torch
@@ -123,7 +109,16 @@ def _memory_fields(name: str, built: TrainingStep, making: PeakMemory) -> dict[s
     points["peak_bytes"] = peak.peak_bytes - making.start_bytes if on_gpu else None
     built.wait_for_weights()
     parameters = sum(p.numel() for p in built.model.parameters())
-    return {"parameters": parameters, "state_bytes": state_bytes(built.optimizer), **points}
+    optimizer: Any = built.optimizer
+    # PyTorch's ZeroRedundancyOptimizer keeps the state of the parameters dealt to this rank in `optim`.
+    states = optimizer.optim.state if hasattr(optimizer, "optim") else optimizer.state_dict()["state"]
+    state_bytes = sum(
+        value.nbytes
+        for state in states.values()
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor) and key != "master"  # fp32 copies of bf16 weights
+    )
+    return {"parameters": parameters, "state_bytes": state_bytes, **points}
 
 
 TITLE = "Optimizer state sharding"

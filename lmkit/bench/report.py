@@ -27,9 +27,6 @@ ARTIFACTS, PARTS = Path("artifacts"), ("benches", "profiles")
 PROFILE_KEYS = {"profile": ("engine", "window", "ranges", "top_kernels"), "memory": ("phase", "peak_gib")}
 
 
-# Rows on disk
-
-
 @dataclass(frozen=True)
 class Results:
     """The rows of one kind (a bench, "profile" or "memory") in one file below the folder that was searched, and the
@@ -81,10 +78,9 @@ def _lines(path: Path) -> list[str]:
 
 
 def find_results(root: Path, parts: Sequence[str] = ("",)) -> list[Results]:
-    """Return every file of rows below a folder, in the order of their paths. Files of other JSON lines are skipped.
+    """Return every file of rows below those `parts` of a folder that exist, in the order of their paths.
 
-    Args:
-        parts: folders in `root` to look in; not all need exist.
+    Files of other JSON lines are skipped.
     """
     folders = [root / part for part in parts if (root / part).is_dir()]
     searched = " and ".join(str(root / part) for part in parts)
@@ -106,9 +102,6 @@ def find_results(root: Path, parts: Sequence[str] = ("",)) -> list[Results]:
     if not found:
         raise UsageError("report.no_results", f"{searched}: no results of a bench or a profile", hint=hint)
     return found
-
-
-# The documents
 
 
 WRITE_UPS = {
@@ -137,18 +130,13 @@ class Reported:
 
 
 def write_reports(
-    folder: Path | None,
-    output: Path | None,
-    *,
-    force: bool = False,
-    profiles: Mapping[str, Summarize],
+    folder: Path | None, output: Path | None, *, force: bool = False, profiles: Mapping[str, Summarize]
 ) -> Reported:
     """Write every document for which there are rows below a folder.
 
     Args:
         folder: by default artifacts/benches and artifacts/profiles, as far as they exist.
         output: by default `reports` in the folder, or in artifacts/benches.
-        force: replace files that `lmkit report` did not write.
         profiles: how to summarize rows of kind "profile" and "memory".
     """
     root, parts = (ARTIFACTS, PARTS) if folder is None else (folder, ("",))

@@ -104,7 +104,6 @@ def step(context: Context) -> Rows:
 
 
 def config_of(size: str, variant: str, attention: str) -> ModelConfig:
-    """Return the table [model] of a variant."""
     sizes: dict[str, Any] = dict(zip(FIELDS, SIZES[size][1], strict=True))
     return ModelConfig(**sizes, attention=attention, compile=COMPILED.get(variant, "none"))
 
@@ -120,7 +119,8 @@ def _measure(size: str, context: Context, limits: Limits) -> Rows:
 
     options, device = context.options, context.device
     torch.compiler.reset()
-    references = _references(size, context)
+    too_large = too_large_for_host(config_of(size, "", options.attention), context)
+    references = {} if too_large else _references(size, context)
 
     def first_steps(variant: str, training: Training) -> dict[str, Any]:
         found: dict[str, Any] = {"parameters": sum(p.numel() for p in training.model.parameters())}
@@ -143,7 +143,6 @@ def _measure(size: str, context: Context, limits: Limits) -> Rows:
             found["class_ms"] = class_times(trace, steps)
         return found
 
-    too_large = too_large_for_host(config_of(size, "", options.attention), context)
     variants = {
         variant: Variant(
             row=_row(size, variant, context) | too_large,
@@ -161,7 +160,6 @@ def _measure(size: str, context: Context, limits: Limits) -> Rows:
         "flops": flops_per_token(config, config.context_length, causal=True),
         "precision": options.precision,
     }
-
     parts = step_work(config, SIZES[size][0], element_bytes=4 if options.precision == "fp32" else 2)
 
     def figures(variant: str, samples_ms: list[float]) -> dict[str, Any]:
@@ -200,11 +198,11 @@ def _precision(variant: str, options: Options) -> str:
 
 
 def _references(size: str, context: Context) -> dict[str, Reference]:
-    """Return precision of a variant of lmkit -> the steps of PyTorch's operations, where they fit."""
+    """Return precision of a variant of lmkit -> the steps of PyTorch's operations."""
     from lmkit.bench.training_gate import of_pytorch, reference
 
     config, found = config_of(size, "", context.options.attention), {}
-    for variant in () if too_large_for_host(config, context) else context.options.variants:
+    for variant in context.options.variants:
         precision = _precision(variant, context.options)
         if is_own(variant) and precision not in found:
             recipe = of_pytorch(context.recipe_of(config, precision=precision))

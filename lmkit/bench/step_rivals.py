@@ -23,8 +23,6 @@ from lmkit.recipe.tables import ModelConfig
 from lmkit.training.step import load_batch
 
 if TYPE_CHECKING:
-    import torch
-
     from lmkit.training.setup import TrainingStep
 
 

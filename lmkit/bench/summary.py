@@ -15,14 +15,7 @@ from typing import Any
 from lmkit.measure.limits import limits_sentence
 from lmkit.measure.plots import grouped_bars
 from lmkit.measure.statistics import FEWEST_PAIRS
-from lmkit.measure.tables import (
-    TERMINAL_WIDTH,
-    Column,
-    Rows,
-    grouped,
-    markdown_table,
-    terminal_table,
-)
+from lmkit.measure.tables import TERMINAL_WIDTH, Column, Rows, grouped, markdown_table, terminal_table
 
 WRONG = ("wrong result", "impossible rate")
 """Values of `status` in rows of variants that compute something else, or whose figures cannot be true."""
@@ -40,10 +33,9 @@ class Summary:
     Attributes:
         columns: those before the one that shows a status name a row; a column without any value is left out.
         about: one line on the case: sizes, dtype.
-        findings: sentences that the rows support, the most important first.
+        findings: the most important first.
         tables: heading -> further Markdown for reports.
         notes: sentences below the table; the columns' own notes come after them.
-        wrong: a sentence on each kind of wrong row.
     """
 
     title: str
@@ -57,12 +49,10 @@ class Summary:
 
     @property
     def measured(self) -> bool:
-        """Whether any row has a measurement."""
         return any(row.get("status") in MEASURED for row in self.rows)
 
     @property
     def names(self) -> Sequence[Column]:
-        """The columns that name a row."""
         shown = ["status" in (column.key, column.instead) for column in self.columns]
         return self.columns[: shown.index(True)] if True in shown else ()
 
@@ -73,7 +63,6 @@ class Summary:
         return [column for column in shown if column.key in keys or column.instead in keys]
 
     def name(self, row: Mapping[str, Any]) -> str:
-        """Return the name of a row."""
         return " ".join(column.text(row) for column in self.names if row.get(column.key) is not None)
 
     def explained(self, shown: Sequence[Column]) -> list[str]:
@@ -235,7 +224,6 @@ def machine(environment: Mapping[str, Any]) -> str:
 
 
 def bullets(sentences: Iterable[str]) -> str:
-    """Return a Markdown list, or nothing."""
     return "\n".join(f"- {sentence}" for sentence in sentences)
 
 

@@ -105,7 +105,9 @@ def measure(job: Job, context: Context, folder: Path) -> Rows:
     """Return one row per installed variant of a job."""
     num_bytes = Path(job.text).stat().st_size
     jobs = {
-        name: _prepared(replace(job, variant=name), folder) for name in VARIANTS[job.task] if _is_here(name)
+        name: _prepared(replace(job, variant=name), folder)
+        for name in VARIANTS[job.task]
+        if name == OURS or importlib.util.find_spec(name) is not None
     }
     facts = {"bytes": num_bytes, "vocab_size": job.vocab_size, "workers": job.workers}
     rows: dict[str, dict[str, Any]] = {name: {**facts, "variant": name, "status": "ok"} for name in jobs}
@@ -179,10 +181,6 @@ def _run(job: Job) -> dict[str, Any]:
         raise LmkitError("bench.variant_failed", f"{job.variant} failed to {job.task}: {last[0]}")
     result: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
     return result
-
-
-def _is_here(variant: str) -> bool:
-    return variant == OURS or importlib.util.find_spec(variant) is not None
 
 
 TITLE, EACH = "Tokenizer", "task"

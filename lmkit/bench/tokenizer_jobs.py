@@ -36,14 +36,6 @@ def closed_text(path: str) -> bytes:
     return data.rstrip() if not data or data.rstrip().endswith(end) else data + end
 
 
-def _documents(data: bytes) -> list[str]:
-    """Return the texts between the end-of-text tokens, line ends untouched."""
-    return data.decode().split(END_OF_TEXT)
-
-
-# Training
-
-
 def train_ours(job: Job) -> Timed:
     return lambda: train_tokenizer([Path(job.text)], vocab_size=job.vocab_size, workers=job.workers)
 
@@ -66,9 +58,6 @@ def train_huggingface(job: Job) -> Timed:
     return lambda: tokenizer.train([job.text], trainer)
 
 
-# Encoding
-
-
 def encode_ours(job: Job) -> Timed:
     from lmkit.data.encoding import encode_corpus
 
@@ -86,7 +75,8 @@ def encode_huggingface(job: Job) -> Timed:
 
     def encode() -> None:
         ids: list[int] = []
-        for i, document in enumerate(tokenizer.encode_batch_fast(_documents(closed_text(job.text)))):
+        documents = closed_text(job.text).decode().split(END_OF_TEXT)
+        for i, document in enumerate(tokenizer.encode_batch_fast(documents)):
             ids += [end, *document.ids] if i else document.ids
         np.array(ids, np.uint32).tofile(job.output)
 
@@ -139,33 +129,23 @@ VARIANTS: dict[tuple[str, str], Callable[[Job], Timed]] = {
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Do the job; return its seconds and a hash of the ids."""
+    """Do the job; return its seconds and a hash of the ids that does not depend on the number of files."""
     work = VARIANTS[job.task, job.variant](job)
-    for output in _outputs(job):
-        output.unlink(missing_ok=True)  # replacing an older file would take time
+    outputs: list[Path] = []  # files of ids, in the order of the text
+    if job.variant == "tiktoken":
+        outputs = [Path(f"{job.output}.{i}") for i in range(job.workers)]
+    elif job.task == "encode":
+        outputs = [Path(job.output)]
+    for path in outputs:
+        path.unlink(missing_ok=True)  # replacing an older file would take time
     start = time.perf_counter()
     work()
-    return {"seconds": time.perf_counter() - start, "ids": _hash_of_ids(job)}
-
-
-def _hash_of_ids(job: Job) -> str:
-    """Return a hash of the ids that does not depend on variant or number of files; "" for training."""
-    if job.task == "train":
-        return ""
+    seconds = time.perf_counter() - start
     digest = hashlib.sha256()
-    for part in _outputs(job):
-        ids = open_tokens(part).tokens if part.suffix == ".npy" else np.frombuffer(read_input(part), "<u4")
+    for path in outputs:
+        ids = open_tokens(path).tokens if path.suffix == ".npy" else np.frombuffer(read_input(path), "<u4")
         digest.update(ids.astype("<u4").tobytes())
-    return digest.hexdigest()
-
-
-def _outputs(job: Job) -> list[Path]:
-    """Return the files of ids, in the order of the text."""
-    if job.task == "train":
-        return []
-    if job.variant == "tiktoken":
-        return [Path(f"{job.output}.{i}") for i in range(job.workers)]
-    return [Path(job.output)]
+    return {"seconds": seconds, "ids": digest.hexdigest()}
 
 
 if __name__ == "__main__":

@@ -101,7 +101,6 @@ class Seen:
 
 
 def budget_of(precision: str) -> Budget:
-    """Return the budget of a precision of [train]."""
     return {"fp32": EXACT, "fp8": COARSE}.get(precision, ROUNDED)
 
 

@@ -71,11 +71,7 @@ def measure_figures(
     **options: Any,
 ) -> dict[str, Any]:
     """Measure variants (options: of `measure`), add figures to their rows, and say how many times as fast the variant
-    `versus` of a row is. Return the samples of rows whose figures are believed.
-
-    Args:
-        figures: returns the figures of a variant, from its samples.
-    """
+    `versus` of a row is. Return the samples of rows whose figures are believed."""
     believed = {
         name: samples
         for name, samples in measure(variants, context, **options).items()
@@ -142,8 +138,7 @@ def measure(
 def _begin(name: str, variant: Variant, context: Context, built: dict[str, Any], owned: Counter[str]) -> None:
     """Build a variant, check its first steps, and add it to `built`; its row is then the same on all ranks.
 
-    Args:
-        owned: name of weights -> bytes of their trainings so far.
+    `owned`: name of weights -> bytes of their trainings so far.
     """
     import torch
     import torch.distributed as dist
@@ -255,7 +250,6 @@ def speed_fields(
     Args:
         tokens: of a step of all ranks.
         flops: of a token.
-        name: the key of the median.
     """
     fields = time_fields(samples_ms, name)
     tokens_per_s = tokens / (fields[name] * 1e-3)
@@ -300,7 +294,6 @@ def samples_in_turns(
     Args:
         turn: called with the name of a variant before each of its samples, untimed, and then `prepare`.
         max_seconds: no round starts after so many seconds of any rank.
-        stage: the name under which progress is reported; "": it is not.
         settled: steps at a time for `SETTLE_S` seconds before the first sample on GPUs; 0: none.
     """
     from lmkit.parallel.collectives import agree, largest_of_ranks

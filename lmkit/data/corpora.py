@@ -48,7 +48,6 @@ class CorpusFiles:
 
 
 def as_paths(paths: PathOrPaths) -> list[Path]:
-    """Return a list of paths for one path or several."""
     return list(map(Path, [paths] if isinstance(paths, (str, os.PathLike)) else paths))
 
 
@@ -56,11 +55,6 @@ def prepare_corpus(
     table: CorpusConfig, folder: Path, *, mark: str | None = END_OF_TEXT, progress: Progress | None = None
 ) -> CorpusFiles:
     """Make or find the text that a recipe names. Everything is streamed; a file has its name when it is complete.
-
-        >>> from lmkit.recipe.tables import CorpusConfig
-        >>> table = CorpusConfig(source="files", train=("book.txt",))
-        >>> prepare_corpus(table, Path("corpus"))  # doctest: +SKIP
-        CorpusFiles(train=(PosixPath('corpus/train.txt'),), valid=(PosixPath('corpus/valid.txt'),))
 
     - `synth`: writes `size_mb` of stories to `folder`, and `valid_fraction` of that from another seed.
     - `files`: uses text files where they are if `valid` names files, too; their reader reports invalid UTF-8.
@@ -220,7 +214,6 @@ def _empty(key: str, paths: Sequence[Path]) -> UsageError:
 
 
 def _hold_out(train: Path, valid: Path, table: CorpusConfig, mark: str | None) -> None:
-    """Move the end of `train` to `valid`."""
     with open(train, "r+b") as file, atomic_path(valid) as partial, open(partial, "wb") as held_out:
         cut = _find_cut(file, table, mark)
         file.seek(cut)
@@ -375,7 +368,6 @@ def _json_documents(
 
 
 def _conversations(stream: IO[bytes] | gzip.GzipFile, path: Path, table: CorpusConfig) -> Iterator[bytes]:
-    """Yield a line of JSON for every conversation."""
     for where, record in json_records(stream, path, table.errors):
         messages = [
             {"role": role, "content": content, "weight": int(learned)}

@@ -1,16 +1,7 @@
 """Download datasets: resume, check, and never leave half a file under its name.
 
-A dataset registers itself, here or in a file from outside; its name is then known to recipes (`corpus.source`) and to
-`lmkit data download`:
-
-    from lmkit.data import Dataset, RemoteFile
-    from lmkit.registry import DATASETS
-
-    @DATASETS.register("fables")
-    def fables() -> Dataset:
-        train = RemoteFile("fables_train.txt", "train.txt.gz", max_bytes=1_000_000_000)
-        valid = RemoteFile("fables_valid.txt", "valid.txt.gz", max_bytes=10_000_000)
-        return Dataset("https://example.org/fables", train, valid)
+A dataset registers itself, here (`tinystories`) or in a file from outside; its name is then known to recipes
+(`corpus.source`) and to `lmkit data download`.
 
 No digest is built in. A download is checked against the server instead: its length, and the SHA-256 that the Hugging
 Face hub sends as the entity tag of large files. The digest of a finished file is recorded in `<name>.sha256` (the
@@ -95,8 +86,6 @@ def download_dataset(
     dataset: str | Dataset, folder: str | os.PathLike[str], *, progress: Progress | None = None
 ) -> list[Path]:
     """Fetch a dataset (or the one of a registered name) into `folder`; return its text files: train, then valid.
-
-        >>> download_dataset("tinystories", "artifacts/data")  # doctest: +SKIP
 
     Files that are there with their recorded digest are kept. An interrupted transfer is resumed if the file on the
     server is still the same (`If-Range`): at once after a cut connection, at the next call after a kill.

@@ -52,8 +52,6 @@ def encode_corpus(
 ) -> TokenMeta:
     """Encode UTF-8 text files into one token file, in memory that does not grow with their size.
 
-        >>> encode_corpus(["a.txt", "b.jsonl"], "tokens.npy", tokenizer)  # doctest: +SKIP
-
     A document ends with the tokenizer's end-of-text token (`Tokenizer.marks`), at each `separator` and at the end of
     each source; white space behind the last separator of a source is no document. The tokenizer's prefix and suffix
     stand around every document, unless its text has them already.

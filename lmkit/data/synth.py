@@ -156,7 +156,6 @@ class _Story(dict[str, str]):
                 return text
 
     def expand(self, rule: _Rule) -> str:
-        """Return a rule as text."""
         pieces: list[str] = []
         self._write(rule, pieces.append)
         return "".join(pieces) % self
@@ -189,8 +188,6 @@ def write_stories(
     progress: Progress | None = None,
 ) -> None:
     """Write stories until the file holds at least `size_mb` * 10^6 bytes, each followed by `end`.
-
-        >>> write_stories("stories.txt", size_mb=20, seed=0)  # doctest: +SKIP
 
     The last story is whole. A longer corpus of the same seed begins with the shorter one. Memory does not depend on
     the size. The stories are ASCII; the file appears when it is complete.

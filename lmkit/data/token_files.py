@@ -97,9 +97,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
 class TokenFileWriter:
     """Write a token file (`.npy`), and a mask beside it if `masked`, piece by piece.
 
-        >>> with TokenFileWriter(path, vocab_size=300, tokenizer_sha256=digest) as writer:  # doctest: +SKIP
-        ...     writer.append(ids, documents=[0])
-        ...     writer.finish(num_bytes=5, source_sha256=digest_of_text)
+    Call `append` for each piece, then `finish`.
 
     If the `with` block fails or ends without `finish`, no file is left. UsageError: the description would replace
     another JSON file, such as the tokenizer ("tokens.replaces_json").
@@ -227,8 +225,6 @@ class TokenFileWriter:
 
 def open_tokens(path: str | Path, *, tokenizer_sha256: str | None = None) -> TokenFile:
     """Open a token file for reading. It is read once to check that every id is in the vocabulary.
-
-        >>> file = open_tokens("tokens.npy", tokenizer_sha256=tokenizer.sha256)  # doctest: +SKIP
 
     Args:
         tokenizer_sha256: `Tokenizer.sha256` of the tokenizer to use with the file.

@@ -73,14 +73,9 @@ def describe_environment() -> dict[str, Any]:
             }
             for gpu in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
         ]
-        environment["gpu_state"] = gpu_state()
+        environment["gpu_state"] = _nvidia_smi(*GPU_STATE_FIELDS)
         environment["launch_queues"] = os.environ.get(LAUNCH_QUEUES_VARIABLE, "1x")
     return environment
-
-
-def gpu_state() -> list[dict[str, str]]:
-    """Return clocks, temperature, power and throttling of every GPU, as nvidia-smi prints them; [] without."""
-    return _nvidia_smi(*GPU_STATE_FIELDS)
 
 
 def git_state() -> dict[str, Any] | None:
@@ -95,7 +90,6 @@ def git_state() -> dict[str, Any] | None:
 
 
 def usable_cpus() -> int:
-    """Return the number of CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -113,6 +107,7 @@ def _cpu_name() -> str:
 
 
 def _nvidia_smi(*fields: str) -> list[dict[str, str]]:
+    """Return fields of every GPU, as nvidia-smi prints them; [] without it."""
     text = _output_of("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader") or ""
     return [dict(zip(fields, line.split(", "), strict=False)) for line in text.splitlines()]
 

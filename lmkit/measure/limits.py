@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,6 @@ class Limits:
     Attributes:
         matmul_flops: dtype name -> FLOP/s of the fastest square matmul.
         copy_bytes_per_s: bytes read plus bytes written.
-        again: measures once more; None: cannot.
     """
 
     device: str
@@ -68,29 +68,35 @@ def measure_limits(device: torch.device | str, dtypes: Iterable[str]) -> Limits:
     )
 
 
-def measure_matmul_peak(device: torch.device | str, dtype: str) -> float:
-    """Return the FLOP/s of the fastest of a few square matmuls, best of interleaved repeats.
+@contextmanager
+def matmul_precision(dtype: str) -> Iterator[None]:
+    """Multiply float32 as `dtype` says inside the block."""
+    import torch
 
-    Args:
-        dtype: "fp32", "tf32" (fp32 values on tensor cores), "bf16" or "fp16".
-    """
+    # Not `matmul.fp32_precision`: torch refuses to compile where that and the older switch disagree.
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def measure_matmul_peak(device: torch.device | str, dtype: str) -> float:
+    """Return the FLOP/s of the fastest of a few square matmuls, best of repeats ("tf32": of fp32 values)."""
     import torch
 
     from lmkit.measure.timing import time_variants
 
     sizes = (4096, 8192) if torch.device(device).type == "cuda" else (512, 1024)
     torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype, torch.float32)
-    precision_before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
-    try:
-        variants = {}
+    variants = {}
+    with matmul_precision(dtype):
         for size in sizes:
             # Random numbers: zeros draw less power and run at higher clocks than any real program.
             left, right = torch.randn(2, size, size, device=device).to(torch_dtype)
             variants[str(size)] = partial(torch.mm, left, right, out=torch.empty_like(left))
         timings = time_variants(variants, device=device, repeats=10, warmup=2, max_seconds=2.0)
-    finally:
-        torch.set_float32_matmul_precision(precision_before)
     return max(2.0 * size**3 / (min(timings[str(size)].samples_ms) * 1e-3) for size in sizes)
 
 

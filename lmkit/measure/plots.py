@@ -41,7 +41,6 @@ _SHORT_STATUS = {"out of memory": "OOM", "wrong result": "wrong", "skipped": "to
 def _figure(
     title: str, x_label: str, y_label: str, *, width: float = 8.0, height: float = 4.8
 ) -> tuple[Figure, Axes]:
-    """Return a figure with one pair of axes; sizes in inches."""
     figure = blank_figure(width, height)
     axes = figure.add_subplot()
     _dress(axes, textwrap.fill(title, int(11 * width)), x_label, y_label)  # as many characters fit an inch
@@ -196,11 +195,7 @@ def loss_curve(
     marked: Collection[str] = (),
     width: float = 8.0,
 ) -> bytes:
-    """Draw training curves: thin lines, one per name; `width` inches.
-
-    Args:
-        marked: names whose every point gets a marker; the others are measured too often for that.
-    """
+    """Draw training curves, `width` inches: thin lines, one per name, and a marker at each point of the `marked`."""
     figure, axes = _figure(title, x_label, "loss (nats per token)", width=width)
     for index, (name, points) in enumerate(series.items()):
         look = {
@@ -332,11 +327,7 @@ def stacked_areas(
     y_label: str,
     begins: Mapping[str, float],
 ) -> bytes:
-    """Draw areas stacked on one another, the parts of a total over time.
-
-    Args:
-        begins: name -> x where it begins: a dotted line.
-    """
+    """Draw areas stacked on one another, the parts of a total over time, and a dotted line where a name begins."""
     figure, axes = _figure(title, x_label, y_label, width=9.5)
     colors = [COLORS[index % len(COLORS)] for index in range(len(layers))]
     axes.stackplot(x, list(layers.values()), labels=list(layers), colors=colors, step="post", alpha=0.85)

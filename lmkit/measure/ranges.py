@@ -93,7 +93,6 @@ def quietly(profiler: torch.profiler.profile) -> Iterator[torch.profiler.profile
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """Drop what C++ writes to stderr inside the block."""
     stderr = os.dup(2)
     with open(os.devnull, "wb") as nothing:
         os.dup2(nothing.fileno(), 2)

@@ -104,7 +104,6 @@ class Spread:
 
 
 def spread(samples: Sequence[float]) -> Spread:
-    """Summarize `samples` (at least one)."""
     p10, p90 = quantile(samples, 0.1), quantile(samples, 0.9)
     return Spread(len(samples), median(samples), fmean(samples), p10, p90)
 
@@ -220,7 +219,6 @@ def _verdict(speedup: float, interval: tuple[float, float], pairs: int, smallest
 def verdict_in_words(
     verdict: str, low: float, high: float, smallest_difference: float = SMALLEST_DIFFERENCE
 ) -> str:
-    """Say a verdict on a speedup and its interval."""
     if verdict == "no difference":
         return f"no difference above {100 * smallest_difference:.3g}%"
     known = verdict == "unclear" and math.isfinite(low + high)
@@ -242,7 +240,6 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def total(intervals: Iterable[Interval]) -> float:
-    """Return the length of the union."""
     return sum(end - start for start, end in union(intervals))
 
 

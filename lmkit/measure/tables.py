@@ -131,8 +131,10 @@ def terminal_table(rows: Sequence[Row], columns: Sequence[Column], *, width: int
     widths = [max(len(header), longest) for header, longest in zip(cells[0], content, strict=True)]
     least_of_headers = [max(8, longest) for longest in content]
     least_of_text = [max(4, longest) if number else 4 for longest, number in zip(content, right, strict=True)]
+    room = width - 2 * (len(columns) - 1)
     for least in (least_of_headers, least_of_text):
-        _shrink(widths, least, width - 2 * (len(columns) - 1))
+        while sum(widths) > room and (wider := [i for i, own in enumerate(widths) if own > least[i]]):
+            widths[max(wider, key=widths.__getitem__)] -= 1
 
     def line_of(texts: Sequence[str]) -> str:
         cut = [
@@ -150,23 +152,8 @@ def terminal_table(rows: Sequence[Row], columns: Sequence[Column], *, width: int
 
 
 def _cells(rows: Sequence[Row], columns: Sequence[Column]) -> list[list[str]]:
-    """Return the headers, then the text of every row."""
     headers = [column.header for column in columns]
     return [headers, *([column.text(row) for column in columns] for row in rows)]
-
-
-def _shrink(widths: list[int], least: Sequence[int], room: int) -> None:
-    """Shrink the widest column until the sum fits; none below its least width."""
-    while sum(widths) > room:
-        wider = [index for index in range(len(widths)) if widths[index] > least[index]]
-        if not wider:
-            return
-        widths[max(wider, key=lambda index: widths[index])] -= 1
-
-
-def wrote(folder: str, files: Sequence[str]) -> str:
-    """Return `wrote FOLDER: a, b, ...` in lines that fit a terminal; no name is broken."""
-    return enumeration(f"wrote {folder}", files)
 
 
 def enumeration(what: str, items: Sequence[str]) -> str:

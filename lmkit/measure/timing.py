@@ -202,8 +202,6 @@ def time_variants(
     """Measure every variant `repeats` times, interleaved.
 
     Args:
-        variants: name -> a call without arguments; what it returns is dropped.
-        repeats: rounds, each with one sample of every variant.
         warmup: untimed calls of each variant before the first round (compilation, autotuning, allocator).
         prepare: name -> what runs untimed before every call; each sample is then a single call.
         cold_cache: overwrite the caches before every sample; each sample is then a single call.

@@ -62,17 +62,12 @@ class DeviceWork(NamedTuple):
     correlation: int
     from_graph: bool = False
 
-    @property
-    def is_communication(self) -> bool:
-        return "nccl" in self.name.lower()
-
 
 @dataclass(frozen=True)
 class Trace:
     """One recording. `calls` and `work` are None where no GPU was traced.
 
     Attributes:
-        engine: "nsys" or "kineto".
         source: name of the file or of what was run; no folders.
         ops: CPU operators (kineto only): name -> (calls, self time in ns).
         undisturbed_ms: median of a step (or pass) without the profiler.
@@ -116,11 +111,7 @@ _PATTERNS = {
 
 
 def kernel_class(name: str) -> str:
-    """Return the class of a kernel, or of a CPU operator, by its name.
-
-    >>> kernel_class("nvjet_tst_192x192_64x4_2x1_v_bz_TNT")
-    'matrix products'
-    """
+    """Return the class of a kernel, or of a CPU operator, by its name."""
     return next(
         (found for found, pattern in _PATTERNS.items() if re.search(pattern, name, re.IGNORECASE)), REST
     )

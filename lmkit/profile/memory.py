@@ -43,6 +43,7 @@ from lmkit.profile.summary import (
     summarize_memory,
 )
 from lmkit.recipe.recipe import Recipe
+from lmkit.training.process import numerics
 from lmkit.training.setup import TrainingStep
 
 HISTORY_ENTRIES = 2_000_000
@@ -230,7 +231,7 @@ def _run(work: Workload, observer: _Observer) -> None:
         with range_(BUILD):
             observer.step = make_training(work)
         call = call_of(observer.step, work.mode)
-        for _ in range(work.warmup + work.steps):
+        for _ in range(work.steps):
             call()
     finally:
         disable_ranges()
@@ -328,17 +329,13 @@ CONTEXTS = (
 )
 
 
-def run_memory(
-    recipe: Recipe, output: Path, *, mode: Mode, steps: int, warmup: int = 0, snapshot: bool = True
-) -> Profiled:
+def run_memory(recipe: Recipe, output: Path, *, mode: Mode, steps: int, snapshot: bool = True) -> Profiled:
     """Record the memory of training steps (or passes): peaks by phase, category and source line.
 
-    Args:
-        warmup: steps before the recorded ones; the optimizer's state appears in the very first.
-        snapshot: of a GPU, write `memory_snapshot.pickle` for https://pytorch.org/memory_viz.
+    `snapshot`: of a GPU, write `memory_snapshot.pickle` for https://pytorch.org/memory_viz.
     """
-    work = Workload(recipe, mode, steps, warmup)
-    with work.numerics():
+    work = Workload(recipe, mode, steps)
+    with numerics(recipe.run, work.ranks):
         recording = (_record_on_gpu if work.ranks.device.type == "cuda" else _record_on_cpu)(work)
     profile = profile_memory(recording)
     rows = _rows(work, profile.peaks)
@@ -391,8 +388,7 @@ def _picture(profile: MemoryProfile, work: Workload) -> bytes:
     stride = max(1, changes // PICTURE_POINTS)
     begins = {name: float(index) for name, index in profile.begins if name == BUILD}
     runs = [index for name, index in profile.begins if name in ("step", "pass")]
-    for number, index in enumerate(runs, 1 - work.warmup):
-        begins[f"step {number}" if number > 0 else f"warm-up {number + work.warmup}"] = index
+    begins |= {f"step {number}": index for number, index in enumerate(runs, 1)}
     return stacked_areas(
         range(0, changes, stride),
         {name: sizes[::stride] / GIB for name, sizes in profile.alive.items()},

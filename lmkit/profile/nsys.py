@@ -25,15 +25,9 @@ GIVE_EXPORT = "give a .sqlite file that nsys exported"
 GIVE_FILE = "give a .sqlite or .nsys-rep file of Nsight Systems"
 
 
-def find_nsys() -> Path | None:
-    """Return the `nsys` on the PATH, or None."""
-    found = shutil.which("nsys")
-    return Path(found) if found else None
-
-
-def require_nsys(*, otherwise: str) -> Path:
+def require_nsys(*, otherwise: str) -> str:
     """Return the `nsys` on the PATH, or raise an error; `otherwise` is the end of its hint."""
-    nsys = find_nsys()
+    nsys = shutil.which("nsys")
     if nsys is None:
         raise UsageError("nsys.missing", MISSING, hint=f"{INSTALL}, or {otherwise}")
     return nsys
@@ -48,7 +42,7 @@ def profile_command(command: Sequence[str], folder: Path) -> tuple[int, Path | N
     folder.mkdir(parents=True, exist_ok=True)
     output = folder / "profile"
     options = ["--trace=cuda,nvtx,osrt", "--sample=none", "--cpuctxsw=none", "--force-overwrite=true"]
-    arguments = [str(nsys), "profile", *options, f"--output={output}", *command]
+    arguments = [nsys, "profile", *options, f"--output={output}", *command]
     # Standard output belongs to results; nsys and the command talk to standard error.
     done = subprocess.run(arguments, env={**os.environ, ENVIRONMENT_VARIABLE: "nvtx"}, stdout=2, check=False)
     report = output.with_suffix(REPORT)
@@ -66,7 +60,7 @@ def export_report(report: Path, folder: Path) -> Path:
     nsys = require_nsys(otherwise=f"where it is installed: nsys export --type sqlite {report.name}")
     options = ["--type=sqlite", "--force-overwrite=true", f"--output={database}"]
     done = subprocess.run(
-        [str(nsys), "export", *options, str(report)], capture_output=True, text=True, check=False
+        [nsys, "export", *options, str(report)], capture_output=True, text=True, check=False
     )
     if done.returncode != 0 or not database.exists():
         said = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]

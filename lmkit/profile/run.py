@@ -8,9 +8,9 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -25,10 +25,10 @@ from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.environment import describe_environment, has_bf16
 from lmkit.measure.plots import decorate, grouped_bars
 from lmkit.measure.ranges import enable_ranges_from_environment, nvtx_is_available
-from lmkit.measure.tables import Column, Row, wrote
+from lmkit.measure.tables import Column, Row, enumeration
 from lmkit.measure.trace import Trace, profile_work, read_chrome_trace
 from lmkit.parallel.ranks import Ranks, local_device
-from lmkit.profile.nsys import INSTALL, MISSING, find_nsys, profile_command, read_nsys_file
+from lmkit.profile.nsys import INSTALL, MISSING, profile_command, read_nsys_file
 from lmkit.profile.summary import summarize, summarize_trace, text_of
 from lmkit.recipe.load import required
 from lmkit.recipe.recipe import Recipe
@@ -55,11 +55,7 @@ class Profiled:
     is_fine: bool = True
 
     def __str__(self) -> str:
-        return f"{self.text}\n{wrote(self.folder, self.files)}"
-
-
-class CommandFailed(LmkitError):
-    """The profiled command failed: `lmkit profile` ends with its exit code."""
+        return f"{self.text}\n{enumeration(f'wrote {self.folder}', self.files)}"
 
 
 def run_command(arguments: Sequence[str], output: Path) -> Profiled:
@@ -80,7 +76,7 @@ def run_steps(recipe: Recipe, output: Path, *, engine: Engine, mode: Mode, steps
     if choose_engine(engine) == "nsys":
         command = [sys.executable, "-m", "lmkit.profile.run", work.as_json()]
         return _run_under_nsys(command, output, what=recipe.run.name, source=str(work), skip_steps=0)
-    with work.numerics():
+    with numerics(work.recipe.run, work.ranks):
         trace, content = profile_work(
             call_of(make_training(work), work.mode),
             work.steps,
@@ -100,7 +96,7 @@ def _run_under_nsys(
         trace = read_nsys_file(database)
         profiled = _store(replace(trace, source=source or trace.source), output, skip_steps=skip_steps)
     if exit_code != 0:
-        failed = CommandFailed(
+        failed = LmkitError(
             "profile.command_failed",
             f"{what}: ended with exit code {exit_code}",
             hint=f"{output} holds what was recorded before",
@@ -138,7 +134,7 @@ def choose_engine(engine: Engine) -> Literal["nsys", "kineto"]:
     """Return nsys where it works, else kineto with a warning in the log."""
     if engine == "kineto":
         return "kineto"
-    if find_nsys() is None:
+    if shutil.which("nsys") is None:
         missing, remedy = MISSING, INSTALL
     elif not nvtx_is_available():
         missing = "nsys needs NVTX ranges, and this torch is a CPU build without them"
@@ -186,17 +182,12 @@ class Workload:
 
     @cached_property
     def model(self) -> ModelConfig:
-        """[model] with its vocabulary."""
         return required_model(self.recipe, command="profile")
 
     @property
     def train(self) -> TrainConfig:
         required(self.recipe.train, "train", self.recipe, command="profile")
         return cast(TrainConfig, with_precision(self.recipe, has_bf16=has_bf16(self.ranks.device)).train)
-
-    def numerics(self) -> AbstractContextManager[None]:
-        """Set the recipe's threads and determinism while the block runs."""
-        return numerics(self.recipe.run, self.ranks)
 
     @property
     def ranks(self) -> Ranks:
@@ -218,7 +209,6 @@ class Workload:
 
 
 def workload_from_json(text: str) -> Workload:
-    """Return the workload that `Workload.as_json` wrote."""
     fields: dict[str, Any] = json.loads(text)
     return Workload(Recipe.model_validate_json(json.dumps(fields.pop("recipe"))), **fields)
 
@@ -248,7 +238,7 @@ def main(arguments: Sequence[str]) -> None:
     """Run the workload that the JSON argument describes, with the ranges that LMKIT_RANGES asks for."""
     (text,) = arguments
     work = workload_from_json(text)
-    with work.numerics():
+    with numerics(work.recipe.run, work.ranks):
         call = call_of(make_training(work), work.mode)
         for _ in range(work.warmup):
             call()

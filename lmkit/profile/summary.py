@@ -263,7 +263,8 @@ def _communication(work: Sequence[DeviceWork] | None) -> tuple[float | None, flo
     communication: dict[int, list[tuple[int, int]]] = defaultdict(list)
     compute: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for item in work:
-        (communication if item.is_communication else compute)[item.device].append((item.start, item.end))
+        of_kind = communication if "nccl" in item.name.lower() else compute
+        of_kind[item.device].append((item.start, item.end))
     spent = sum(total(intervals) for intervals in communication.values())
     if not spent:
         return 0.0, None
@@ -313,7 +314,6 @@ BUILD, WHOLE_RUN = "build", "whole run"
 
 
 def gib_key(category: str) -> str:
-    """Return the row's key for the size of a category."""
     return category.replace(" ", "_") + "_gib"
 
 
@@ -328,12 +328,7 @@ Table = Callable[[Any, Sequence[Column]], str]
 
 
 def summarize_trace(rows: Rows, table: Table = markdown_table) -> Summary:
-    """Say how many kernels a step launches and who waits for whom.
-
-    Args:
-        rows: the summary of a recording.
-        table: how to write ranges, kernels and operators.
-    """
+    """Say how many kernels a step launches and who waits for whom, from one row: the summary of a recording."""
     trace = rows[0]
     facts = [{"what": f"window ({trace['window']})", "value": f"{trace['window_ms']:.2f} ms"}]
     missing = []

@@ -42,9 +42,6 @@ def read_input(path: str | os.PathLike[str], *, pipes: bool = False) -> bytes:
         return file.read()
 
 
-# JSON that anybody may have written or damaged
-
-
 def read_object(path: Path, *, most_bytes: int = _MOST_BYTES) -> dict[str, Any]:
     """Return the JSON object that a file holds; ValueError says in a few words what is wrong with its content."""
     with open_input(path) as file:

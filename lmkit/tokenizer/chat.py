@@ -75,7 +75,6 @@ class ChatTemplate:
         return self.after[len(self.end) :]
 
     def head(self, role: str) -> str:
-        """Return what stands before a message."""
         return self.before.replace(_ROLE, role)
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:

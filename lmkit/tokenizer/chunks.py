@@ -56,18 +56,17 @@ def text_file_status(path: Path) -> os.stat_result:
     return status
 
 
-def read_blocks(path: Path, size: int = CHUNK_BYTES) -> Iterator[bytes]:
-    """Yield the content of a file, `size` bytes at a time; UsageError if it cannot be read."""
+def read_blocks(path: Path) -> Iterator[bytes]:
+    """Yield the content of a file in blocks; UsageError if it cannot be read."""
     try:
         with open_input(path) as file:
-            while block := file.read(size):
+            while block := file.read(CHUNK_BYTES):
                 yield block
     except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
         raise unreadable(path, reason(error)) from error
 
 
 def unreadable(path: Path, why: str) -> UsageError:
-    """Return the error for a text file that cannot be read."""
     return UsageError("text.unreadable", f"{path}: {why}", hint="give the path of a text file")
 
 

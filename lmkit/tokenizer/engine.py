@@ -59,7 +59,6 @@ def new_counter(specials: SpecialTokens) -> WordCounter:
 
 
 def is_utf8(data: bytes) -> bool:
-    """Tell whether `data` is valid UTF-8."""
     code = library()
     if code is not None:
         return bool(code.lmkit_is_utf8(data, len(data)))  # releases the lock, and builds no str
@@ -104,7 +103,6 @@ class MergeTable(bpe.MergeTable):
         self.nfc = nfc
 
     def encode_word(self, word: bytes) -> list[int]:
-        """Return the token ids of one word."""
         if (whole := self.whole.get(word)) is not None:
             return [whole]
         ids = [self.byte_ids[byte] for byte in word]
@@ -170,13 +168,11 @@ class PythonCounter:
         self._num_special = 0
 
     def add(self, data: bytes) -> None:
-        """Count the words of a chunk."""
         for text, special_id in self._specials.split(data):
             self._words.update(word_finder("gpt2")(text.decode()))
             self._num_special += special_id is not None
 
     def absorb(self, other: PythonCounter) -> None:
-        """Add the counts of another counter."""
         self._words.update(other._words)
         self._num_special += other._num_special
 

@@ -43,7 +43,6 @@ _TWO_FILES = "GPT-2's tokenizer is two files, vocab.json and merges.txt; a token
 
 
 def damaged(path: str | Path, what: object) -> LmkitError:
-    """Return the error for a tokenizer file whose content is wrong."""
     return LmkitError("tokenizer.damaged_file", f"{path}: {what}", hint=_DAMAGED_HINT)
 
 
@@ -68,11 +67,7 @@ def to_characters(token: bytes) -> str:
 
 
 def to_bytes(name: str) -> bytes | None:
-    """Return the bytes of a token in the byte alphabet; None if it has other characters.
-
-    >>> to_bytes("Ġthe")
-    b' the'
-    """
+    """Return the bytes of a token in the byte alphabet; None if it has other characters."""
     try:
         return codecs.charmap_encode(name, "strict", _BYTES)[0]
     except ValueError:

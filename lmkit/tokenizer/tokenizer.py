@@ -22,15 +22,7 @@ from lmkit.recipe.run_folder import tokenizer_in
 from lmkit.storage.atomic import write_atomic
 from lmkit.tokenizer import files
 from lmkit.tokenizer.chunks import exact_chunks
-from lmkit.tokenizer.engine import (
-    CHUNK_BYTES,
-    Encoder,
-    MergeTable,
-    NormalizingEncoder,
-    PythonEncoder,
-    is_utf8,
-    new_encoder,
-)
+from lmkit.tokenizer.engine import CHUNK_BYTES, Encoder, MergeTable, is_utf8, new_encoder
 from lmkit.tokenizer.marks import NO_MARKS, Marks, resolve_marks, write_marks
 from lmkit.tokenizer.pretokenize import AddedToken, SpecialTokens
 
@@ -218,26 +210,8 @@ class Tokenizer:
                 _log.warning("the tokenizer has no token for characters of this text: they are lost")
         return [*self.prefix, *ids, *self.suffix] if add_special_tokens else ids
 
-    def encode_bytes(self, data: bytes) -> list[int]:
-        """Return the ids of any bytes, as `encode`. A byte that is not valid UTF-8 counts as a punctuation mark.
-
-        >>> Tokenizer.from_merges([]).encode_bytes(b"a\\xff")
-        [97, 255]
-        """
-        if is_utf8(data):
-            ids = self._encode_utf8(data, self.specials)
-        else:
-            encoder = PythonEncoder(self.merge_table)
-            encoded = NormalizingEncoder(encoder) if self.nfc else encoder
-            ids = encoded.encode_and_find(data, self.specials)[0].tolist()
-        return [*self.prefix, *ids, *self.suffix]
-
     def encode_iterable(self, texts: Iterable[str]) -> Iterator[int]:
-        """Yield the ids of the joined strings, wherever one ends, in constant memory; for example of a text file.
-
-        >>> list(Tokenizer.from_merges([(b"a", b"b")]).encode_iterable(["a", "b"]))
-        [256]
-        """
+        """Yield the ids of the joined strings, wherever one ends, in constant memory; for example of a text file."""
         blocks = (text.encode() for text in texts)
         yield from self.prefix
         for chunk in exact_chunks(blocks, self.specials, size=_STREAM_BYTES):

@@ -55,9 +55,8 @@ def train_tokenizer(
         errors: text that is not UTF-8 stops the training ("strict") or is read as U+FFFD ("replace").
         progress: called with ("count words", bytes done, bytes) and ("learn merges", merges done, merges).
 
-    Raises:
-        UsageError: a file is missing, the corpus is empty, or `vocab_size` or `special_tokens` are impossible.
-        LmkitError: a file is not UTF-8.
+    UsageError: a file is missing, the corpus is empty, or `vocab_size` or `special_tokens` are impossible.
+    LmkitError: a file is not UTF-8.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:

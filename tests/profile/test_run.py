@@ -8,13 +8,12 @@ import torch
 from raising import raises
 
 from lmkit.core.ranges import range_
-from lmkit.errors import UsageError
+from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.ranges import disable_ranges, observe_ranges
 from lmkit.measure.timing import time_variants
 from lmkit.profile import run as profiling
 from lmkit.profile.memory import run_memory
 from lmkit.profile.run import (
-    CommandFailed,
     Workload,
     choose_engine,
     main,
@@ -38,10 +37,10 @@ def names(summary):
     return [entry["name"] for entry in summary["ranges"]]
 
 
-@pytest.mark.parametrize("missing", [None, "find_nsys", "nvtx_is_available"])
-def test_auto_takes_nsys_where_it_can_work_else_kineto_and_says_so(monkeypatch, tmp_path, caplog, missing):
+@pytest.mark.parametrize("missing", [None, "nsys", "nvtx_is_available"])
+def test_auto_takes_nsys_where_it_can_work_else_kineto_and_says_so(monkeypatch, caplog, missing):
     monkeypatch.setattr(profiling, "nvtx_is_available", lambda: missing != "nvtx_is_available")
-    monkeypatch.setattr(profiling, "find_nsys", lambda: None if missing == "find_nsys" else tmp_path / "nsys")
+    monkeypatch.setattr(profiling.shutil, "which", lambda name: None if missing == name else name)
     assert choose_engine("kineto") == "kineto"
     assert caplog.text == ""
     with caplog.at_level(logging.WARNING, logger="lmkit"):
@@ -110,7 +109,7 @@ def test_an_nsys_database_is_summarized(two_steps, tmp_path):
 @pytest.mark.parametrize(("code", "expected"), [(5, 5), (-9, 137)])
 def test_a_command_that_dies_before_nsys_records_anything(monkeypatch, tmp_path, code, expected):
     monkeypatch.setattr(profiling, "profile_command", lambda command, folder: (code, None))
-    with pytest.raises(CommandFailed) as caught:
+    with pytest.raises(LmkitError) as caught:
         run_command(["x"], tmp_path)
     assert caught.value.exit_code == expected
 
@@ -146,7 +145,7 @@ def test_a_model_without_vocabulary_is_refused():
         make_training(Workload(Recipe(model=ModelConfig(), train=TrainConfig())))
 
 
-@pytest.mark.skipif(profiling.find_nsys() is None, reason="nsys (Nsight Systems) is not installed")
+@pytest.mark.skipif(profiling.shutil.which("nsys") is None, reason="nsys (Nsight Systems) is not installed")
 @pytest.mark.skipif(
     not profiling.nvtx_is_available(), reason="neither a CUDA build of torch nor the nvtx package"
 )

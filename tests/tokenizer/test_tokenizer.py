@@ -21,19 +21,12 @@ MERGES = [(b"h", b"e"), (b"he", b"l")]
 def test_fault_24_every_text_round_trips(trained, text):
     ids = trained.encode(text)
     assert trained.decode(ids) == text
-    assert trained.encode_bytes(text.encode()) == ids
 
 
 @pytest.mark.parametrize("text", ["\0", "a\0b", "\ufeffBOM", "one\r\ntwo\r\n", "\r", "\x1c\x85"])
 def test_fault_24_nul_bom_crlf(trained, text):
     assert trained.decode(trained.encode(text)) == text
     assert trained.decode(trained.encode(text * 5000)) == text * 5000
-
-
-@settings(max_examples=300, deadline=None)
-@given(data=st.binary())
-def test_every_byte_string_round_trips(trained, data):
-    assert trained.decode_bytes(trained.encode_bytes(data)) == data
 
 
 def test_encode_iterable_leaves_no_trace_of_where_strings_end(trained, real_text):

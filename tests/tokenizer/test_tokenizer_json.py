@@ -132,7 +132,7 @@ def test_fault_103_a_foreign_tokenizer_gives_the_ids_of_hugging_face(
     for text in ("", "hello <s>hell</s> o ", "llll"):
         assert ours.encode(text) == theirs.encode(text).ids == again.encode(text).ids
         plain = ours.encode(text, add_special_tokens=False)
-        assert [*before, *plain, *after] == ours.encode(text) == ours.encode_bytes(text.encode())
+        assert [*before, *plain, *after] == ours.encode(text)
         assert [*before, *plain, *after] == list(ours.encode_iterable([text]))
 
 
