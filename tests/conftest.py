@@ -1,6 +1,5 @@
 """What every test may use."""
 
-import io
 import logging
 import os
 import re
@@ -62,22 +61,6 @@ def _registered() -> Iterator[None]:
     for path in PLUGINS:
         sys.modules.pop(f"lmkit_plugin_{path.stem}", None)
     PLUGINS.clear()
-
-
-@pytest.fixture
-def as_terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[], io.StringIO]:
-    """Makes stderr a terminal, 100 columns wide. To be called: what a fixture sets it to, pytest sets back."""
-
-    def begin() -> io.StringIO:
-        terminal = io.StringIO()
-        terminal.isatty = lambda: True  # type: ignore[method-assign]
-        monkeypatch.setattr(sys, "stderr", terminal)
-        for name, value in {"TERM": "xterm", "COLUMNS": "100", "LINES": "30"}.items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.delenv("NO_COLOR", raising=False)
-        return terminal
-
-    return begin
 
 
 @dataclass(frozen=True)

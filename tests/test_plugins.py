@@ -13,7 +13,7 @@ from lmkit.core.attention import reference
 from lmkit.errors import LmkitError
 from lmkit.parallel.ranks import Ranks
 from lmkit.parallel.strategy import Strategy, build_strategy
-from lmkit.plugins import load_plugin, plugin_error
+from lmkit.plugins import load_plugin
 from lmkit.recipe.recipe import Recipe
 from lmkit.recipe.tables import ModelConfig, ParallelConfig, TrainConfig
 from lmkit.registry import ATTENTION, STRATEGIES
@@ -202,8 +202,3 @@ def test_under_autocast_a_kernel_may_return_the_dtype_of_its_products(plugin):
 
 def product(q, k, v, *, causal, scale=None):
     return q @ k.mT @ v
-
-
-def test_errors_of_other_code_and_signals_are_no_plugins():
-    for error in (ValueError("ours"), KeyboardInterrupt()):
-        assert plugin_error(error) is None

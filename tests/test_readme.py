@@ -33,11 +33,6 @@ def links_of(document: Path) -> list[Path]:
     ]
 
 
-def test_there_is_something_to_test():
-    assert PYTHON
-    assert len(COMMANDS) >= 10
-
-
 @pytest.mark.parametrize("code", PYTHON)
 def test_its_python_runs(code, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -78,12 +78,6 @@ def test_a_fact_that_names_no_function_is_refused(plugin):
         ATTENTION.function_of("from_outside", "no_such")
 
 
-def test_a_bench_without_options_is_refused(tmp_path, terminal):
-    path = tmp_path / "bare.py"
-    path.write_text("from lmkit.registry import BENCHES\n@BENCHES.register('bare')\ndef bare(context): ...\n")
-    terminal.refuses(f"bench bare --plugin {path}", code="registry.no_function", says=[str(path), "Options"])
-
-
 @pytest.mark.parametrize(
     ("name", "facts", "code"),
     [
@@ -98,15 +92,6 @@ def test_neither_names_nor_aliases_are_given_twice(name, facts, code):
     with raises(UsageError, code, name if code == "registry.wrong_name" else "already"):
         ATTENTION.register(name, **facts)(test_neither_names_nor_aliases_are_given_twice)
     assert "mine" not in ATTENTION.names
-
-
-def test_a_second_definition_in_a_module_has_its_own_facts():
-    lab = Registry("LAB", "thing", KernelFacts)
-    for masks in (True, False):
-        lab.register("first", masks=masks)(test_a_second_definition_in_a_module_has_its_own_facts)
-    assert not lab.facts("first").masks
-    with raises(UsageError, "registry.name_taken", "first"):
-        lab.register("first")(test_neither_names_nor_aliases_are_given_twice)
 
 
 def test_unknown_names_are_refused_with_the_nearest():

@@ -192,11 +192,12 @@ def loss_curve(
     *,
     title: str,
     x_label: str = "step",
+    y_label: str = "loss (nats per token)",
     marked: Collection[str] = (),
     width: float = 8.0,
 ) -> bytes:
     """Draw training curves, `width` inches: thin lines, one per name, and a marker at each point of the `marked`."""
-    figure, axes = _figure(title, x_label, "loss (nats per token)", width=width)
+    figure, axes = _figure(title, x_label, y_label, width=width)
     for index, (name, points) in enumerate(series.items()):
         look = {
             "linestyle": STYLES[(index // len(COLORS) + index) % len(STYLES)],  # equal curves stay visible

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lmkit.measure.tables import Column, markdown_table
+from lmkit.measure.tables import Column
 
 Row = dict[str, Any]
 Rows = Sequence[Row]
@@ -241,40 +241,8 @@ def against_targets(rows: Rows) -> list[Row]:
         if figure is not None:
             spec = "d" if isinstance(figure, int) else "#.3g"
             entry["measured"] = _number(figure, spec).rstrip(".") + target.unit
-        entry["verdict"] = target.verdict(figure)
-        if entry["verdict"] == "missed":
-            entry["measured"] = f"**{entry['measured']}**"
-        entries.append(entry)
+        entries.append(entry | {"verdict": target.verdict(figure)})
     return entries
 
 
 TARGET_COLUMNS = tuple(Column(key, key) for key in ("target", "must", "stretch", "measured", "verdict"))
-_CASE_COLUMNS = (
-    Column("set", "case"),
-    *(Column(key, key) for key in ("shape", "direction", "kernel")),
-    Column("median_ms", "ms", ".4g", instead="status"),
-    Column("tflops", "TFLOP/s", ".3g"),
-    Column("speedup", "x baseline", ".2f"),
-    Column("versus_sdpa", "x best backend", ".2f"),
-    Column("peak_gb", "GB", ".3g"),
-)
-
-
-def tables(rows: Rows) -> str:
-    """The acceptance report as Markdown: the targets, then all rows."""
-    return "\n\n".join(
-        [
-            "# Attention: acceptance",
-            "TFLOP/s count 4 B H S^2 D, half if causal, 2.5 times that for the backward pass. Ratios are medians of "
-            "paired rounds; a target's figure is the worst of its cases.",
-            markdown_table(against_targets(rows), TARGET_COLUMNS),
-            "## The cases",
-            markdown_table([row | {"shape": _shape(row)} for row in rows], _CASE_COLUMNS),
-        ]
-    )
-
-
-def _shape(row: Row) -> str:
-    heads = f"{row['heads']}" if row["heads"] == row["kv_heads"] else f"{row['heads']}:{row['kv_heads']}"
-    extra = ("" if row["causal"] else ", full") + ("" if row["data"] == "normal" else f", {row['data']}")
-    return f"{row['batch']} x {row['num_keys']}, {heads} heads, D={row['head_dim']}{extra}"

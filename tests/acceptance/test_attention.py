@@ -3,8 +3,8 @@
     nox -s acceptance
     pytest tests/acceptance/test_attention.py -s
 
-prints a table of target, measured figure and verdict, and writes the rows and the tables into the folder
-that LMKIT_ACCEPTANCE names (default: artifacts/acceptance). The tests of the targets themselves need no GPU.
+prints a table of target, measured figure and verdict, and writes it and the rows into the folder that
+LMKIT_ACCEPTANCE names (default: artifacts/acceptance). The tests of the targets themselves need no GPU.
 """
 
 import json
@@ -26,10 +26,7 @@ from attention_targets import (
     OURS,
     TARGET_COLUMNS,
     Row,
-    Rows,
-    Target,
     against_targets,
-    tables,
 )
 from torch import Tensor
 
@@ -40,7 +37,7 @@ from lmkit.bench.context import Context, Journal
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.limits import measure_limits
 from lmkit.measure.statistics import spread
-from lmkit.measure.tables import row_files, terminal_table
+from lmkit.measure.tables import markdown_table, row_files, terminal_table
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.recipe import Recipe
 
@@ -201,20 +198,17 @@ def test_all_targets_are_met(capsys):
             found += sweep.measure(case, (*trial.kernels, *trial.backward_only), trial.gradients)
         rows += [{"set": trial.name} | row for row in found]
     rows += host_time.rows()
-    store(rows, describe_environment() | {"limits": limits.as_dict()})
     standing = against_targets(rows)
+    files = row_files("acceptance", rows) | {"acceptance.md": markdown_table(standing, TARGET_COLUMNS)}
+    environment = describe_environment() | {"limits": limits.as_dict()}
+    files["environment.json"] = json.dumps(environment, indent=1)
+    folder = Path(os.environ.get("LMKIT_ACCEPTANCE", "artifacts/acceptance"))
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with capsys.disabled():
         print("\n" + terminal_table(standing, TARGET_COLUMNS))
     assert [entry["target"] for entry in standing if entry["verdict"] in ("missed", "not measured")] == []
-
-
-def store(rows: Rows, environment: dict[str, Any]) -> None:
-    folder = Path(os.environ.get("LMKIT_ACCEPTANCE", "artifacts/acceptance"))
-    folder.mkdir(parents=True, exist_ok=True)
-    files = row_files("acceptance", rows) | {"acceptance.md": tables(rows)}
-    files["environment.json"] = json.dumps(environment, indent=1)
-    for name, content in files.items():
-        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
 # The targets
@@ -254,18 +248,7 @@ def verdicts(rows):
 
 def test_the_suite_measures_every_target(rows):
     assert set(verdicts(rows).values()) <= {"stretch", "met"}
-    assert "**" not in tables(rows)
     assert set(verdicts([]).values()) == {"not measured"}
-
-
-@pytest.mark.parametrize("at_most", [False, True])
-def test_a_verdict_looks_in_the_right_direction(at_most):
-    must, stretch = (4.1, 3.5) if at_most else (3.5, 4.1)
-    target = Target("", must, stretch, lambda rows: None, at_most=at_most)
-    found = [target.verdict(figure) for figure in (3.4, 3.5, 3.6, 4.1, 4.2)]
-    expected = ["stretch", "stretch", "met", "met", "missed"]
-    assert found == (expected if at_most else ["missed", "met", "met", "stretch", "stretch"])
-    assert target.verdict(None) == "not measured"
 
 
 def test_one_slow_length_misses_its_target_and_no_other(rows):
@@ -275,14 +258,3 @@ def test_one_slow_length_misses_its_target_and_no_other(rows):
             row["versus_sdpa"] = 1.01
     missed = [name for name, verdict in verdicts(rows).items() if verdict == "missed"]
     assert missed == ["forward, D=64, 2k and longer, causal"]
-    assert "| **1.01x** | missed |" in tables(rows)
-
-
-def test_errors_of_exactly_zero_are_even_or_infinitely_apart(rows):
-    name = "the same on large logits, sinks, ramps, forward"
-    zeros = [row | {"error_out": 0.0} if row["data"] == "sink" else row for row in rows]
-    assert verdicts(zeros)[name] == "met"
-    ours = [
-        row | {"error_out": 1e-9} if row["data"] == "sink" and row["kernel"] == OURS else row for row in zeros
-    ]
-    assert verdicts(ours)[name] == "missed"

@@ -13,7 +13,6 @@ from raising import raises
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lmkit.attention import FlashAttention, attention, attention_function, dispatch, sdpa
-from lmkit.attention.dispatch import joined_function
 from lmkit.attention.run import run_attention
 from lmkit.core.attention import reference
 from lmkit.errors import UsageError
@@ -281,10 +280,3 @@ def test_options_reach_the_kernel(random_inputs):
         attention(q, k, v, kernel="sdpa", backend="cudnn")
     with raises(UsageError, "attention.unknown_backend", hint="cudnn"):
         attention(q, k, v, kernel="sdpa", backend="nonesuch")
-
-
-@pytest.mark.parametrize("where", ["lmkit.attention.sdpa:no_such", "no_such_module:joined", "no module"])
-def test_a_joined_form_that_is_not_there_is_refused(where):
-    ATTENTION.register("bare", joined=where)(reference)
-    with raises(UsageError, "registry.no_function", "bare", "joined"):
-        joined_function("bare")

@@ -45,13 +45,13 @@ class Kept:
         return []
 
 
-def context_of(bench: str, ranks: Ranks, reports: list[Any], **keys: Any) -> Context:
+def context_of(bench: str, ranks: Ranks, **keys: Any) -> Context:
     tables = {"run": {"name": "tiny"}, "model": MODEL, "bench": {bench: {"steps_per_sample": 1, **keys}}}
     if bench == "all_reduce":
         del tables["bench"][bench]["steps_per_sample"]
     recipe = validate(json.loads(json.dumps(tables)), origin="test")
     journal: Any = Kept()
-    return Context(recipe, recipe.bench_table(bench), ranks, lambda *report: reports.append(report), journal)
+    return Context(recipe, recipe.bench_table(bench), ranks, lambda *_: None, journal)
 
 
 def with_rank_1_full(case: Recipe, ranks: Ranks) -> list[dict[str, Any]]:
@@ -63,12 +63,12 @@ def with_rank_1_full(case: Recipe, ranks: Ranks) -> list[dict[str, Any]]:
         return make_training(name, case, ranks)
 
     with mock.patch.object(ddp_variants, "make_training", full):
-        return ddp.measure(case, ("none", "naive"), context_of("ddp", ranks, [], rounds=1), part="ladder")
+        return ddp.measure(case, ("none", "naive"), context_of("ddp", ranks, rounds=1), part="ladder")
 
 
 def with_muon(ranks: Ranks) -> dict[str, Any]:
     """Rows of both benches for an optimizer that not every variant can take."""
-    contexts = {name: context_of(name, ranks, [], rounds=1, variants=MUON) for name in ("ddp", "optimizer")}
+    contexts = {name: context_of(name, ranks, rounds=1, variants=MUON) for name in ("ddp", "optimizer")}
     for context in contexts.values():
         context.recipe = context.recipe.changed(optimizer=OptimizerConfig(name="muon"))
     case = case_of(contexts["ddp"].recipe, contexts["ddp"].options, "ddp")
@@ -81,9 +81,9 @@ def with_planted(ranks: Ranks) -> dict[str, Any]:
     """Rows of both benches for strategies that are wrong, and one that is right."""
     with registered():
         names = ("one rank", *PLANTED)
-        short = context_of("ddp", ranks, [], rounds=1)
+        short = context_of("ddp", ranks, rounds=1)
         case = case_of(short.recipe, short.options, "ddp")
-        of_optimizer = context_of("optimizer", ranks, [], rounds=4, variants=names[1:])
+        of_optimizer = context_of("optimizer", ranks, rounds=4, variants=names[1:])
         return {
             "ddp": ddp.measure(case, names, short, part="ladder"),
             "optimizer": optimizer(of_optimizer),
@@ -99,7 +99,7 @@ def with_late_kernel(ranks: Ranks) -> list[dict[str, Any]]:
     with planted_kernels.registered():
         for name in ("one rank", "fsdp", "zero1"):
             bench = "optimizer" if name == "zero1" else "ddp"
-            context = context_of(bench, ranks, [], rounds=20, variants=[name])
+            context = context_of(bench, ranks, rounds=20, variants=[name])
             context.recipe = context.recipe.changed(model={"attention": "halves_later"})
             case = case_of(context.recipe, context.options, bench)
             planted_kernels.CALLS.clear()
@@ -122,7 +122,7 @@ def without_room(case: Recipe, ranks: Ranks) -> list[dict[str, Any]]:
         return real(batches)
 
     with mock.patch.object(training_gate, "_RowByRow", full):
-        return ddp.measure(case, ("naive",), context_of("ddp", ranks, [], rounds=1), part="ladder")
+        return ddp.measure(case, ("naive",), context_of("ddp", ranks, rounds=1), part="ladder")
 
 
 def measure_all() -> dict[str, Any]:
@@ -131,14 +131,13 @@ def measure_all() -> dict[str, Any]:
     limits = Limits("a test", {"fp32": 1e12, "bf16": 1e12}, 1e10)
     bench_context.measure_limits = lambda *_: limits  # this process is ours
     with process_group("cpu", timeout_s=240) as ranks:
-        reports: list[tuple[str, int, int]] = []
-        ladder = context_of("ddp", ranks, reports, rows=2, precision="bf16-autocast", rounds=3)
+        ladder = context_of("ddp", ranks, rows=2, precision="bf16-autocast", rounds=3)
         case = case_of(ladder.recipe, ladder.options, "ddp")
         # Rank 1 has all the time in the world; rank 0's is up after the first round.
-        short = context_of("ddp", ranks, [], rounds=6, max_seconds=1e-9 if ranks.is_first else 1e9)
-        collectives = context_of("all_reduce", ranks, reports, sizes_mb=[0.01, 0.1], repeats=2)
+        short = context_of("ddp", ranks, rounds=6, max_seconds=1e-9 if ranks.is_first else 1e9)
+        collectives = context_of("all_reduce", ranks, sizes_mb=[0.01, 0.1], repeats=2)
         names = ["zero1", TORCH_ZERO, "bucketed", "zero1 bf16"]
-        sharding = context_of("optimizer", ranks, reports, variants=names, rounds=2)
+        sharding = context_of("optimizer", ranks, variants=names, rounds=2)
         bucketed = make_training("bucketed", case, ranks)
         assert ddp._communication_alone("bucketed", bucketed, ranks) is not None
         measured = {
@@ -153,7 +152,6 @@ def measure_all() -> dict[str, Any]:
             "slowest": largest_of_ranks([1.0 + ranks.rank, 3.0 - ranks.rank], ranks),
             "all_reduce": all_reduce(collectives),
             "optimizer": optimizer(sharding),
-            "reports": reports,
         }
         journals = {"all_reduce_kept": collectives, "optimizer_kept": sharding}
         return measured | {name: context.journal.contents for name, context in journals.items()}  # type: ignore[attr-defined]

@@ -10,14 +10,12 @@ import torch
 from planted_kernels import FULL, WRONG, WRONG_ELSEWHERE, wrong_shape
 from raising import raises
 
-from lmkit.attention.vectorized import vectorized
 from lmkit.bench import attention_gate, attention_sweep
 from lmkit.bench.attention import Options, build_cases
-from lmkit.bench.attention_sweep import Case, default_kernels, parse_tier
+from lmkit.bench.attention_sweep import Case, parse_tier
 from lmkit.bench.context import Journal
 from lmkit.errors import UsageError
 from lmkit.measure.memory import PeakMemory
-from lmkit.registry import ATTENTION
 
 PICTURES = ("forward", "backward", "heatmap", "scaling")
 SMALL = {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "iters": 6, "warmup": 1, "max_seconds": 1.0}
@@ -55,7 +53,6 @@ def test_everything_is_measured_and_every_file_is_there(measure, tmp_path):
     stored = [json.loads(line) for line in result.files["attention_sweep_results.jsonl"].splitlines()]
     assert stored == journal.rows() == result.rows
     assert len(list(csv.DictReader(io.StringIO(result.files["attention_sweep_results.csv"])))) == 60
-    assert max(map(len, result.table.splitlines())) <= 100
 
 
 @pytest.mark.usefixtures("_known_limits")
@@ -143,11 +140,6 @@ def test_what_is_wrong_or_fails_is_a_row_and_the_others_are_timed(measure, lengt
         assert rows[name]["median_ms"] > 0
         assert "speedup" not in rows[name]  # over what is wrong
     assert (torch.is_grad_enabled(), torch.get_default_dtype()) == (True, torch.float32)
-    if faults[baseline][0] == "wrong result":
-        first = f"{length} 16 forward {baseline}: wrong result: "
-        assert result.table.startswith(first)
-        report = result.files["attention_sweep_report.md"]
-        assert report.split("What was found")[1].splitlines()[2].startswith(f"- {first}")
 
 
 @pytest.mark.usefixtures("_planted_kernels")
@@ -266,14 +258,3 @@ def test_tiers():
 def test_bad_options(key, value, code, measure):
     with raises(UsageError, code, "bench.attention"):
         measure(**{"tiers": ("16",), "kernels": ("sdpa",), key: value})
-
-
-def test_a_kernel_of_the_registry_is_measured_by_default():
-    @ATTENTION.register("from_outside", devices=("cpu",))
-    def from_outside(q, k, v, *, causal, scale=None):
-        return vectorized(q, k, v, causal=causal, scale=scale)
-
-    assert default_kernels(on_gpu=False)[-1] == "from_outside"
-    assert "from_outside" not in default_kernels(on_gpu=True)
-    assert default_kernels(on_gpu=False)[:3] == ("reference", "vectorized", "vectorized+compile")
-    assert "sdpa:cudnn" in default_kernels(on_gpu=True)

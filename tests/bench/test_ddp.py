@@ -17,13 +17,12 @@ from lmkit.bench.ddp_variants import (
     baseline_of,
     case_of,
     expected_link_bytes,
-    is_sharded,
     make_training,
     parallel_of,
     variant_of,
 )
 from lmkit.bench.harness import result_files
-from lmkit.bench.summary import summary_of, terminal_text
+from lmkit.bench.summary import summary_of
 from lmkit.errors import UsageError
 from lmkit.parallel import collectives
 from lmkit.parallel.collectives import Averager
@@ -162,16 +161,10 @@ def test_a_kernel_that_is_wrong_while_it_is_timed_is_wrong_with_every_strategy(m
         assert not {"step_ms", "samples_ms"} & row.keys()
 
 
-def test_wrong_strategies_lead_the_report_and_are_never_fastest(measured):
+def test_wrong_strategies_are_never_fastest(measured):
     summary, files = result_files("ddp", measured["planted"]["ddp"], {})
     assert len(summary.wrong) == len(planted_strategies.WRONG)
-    text = terminal_text(summary)
-    assert text.startswith("every_other: wrong result: ")
-    assert text.index("wrong result") < text.index("ms/step")
-    report = files["ddp_report.md"]
-    found = report[report.index("What was found") :].splitlines()[2:]
-    assert all("wrong result" in line for line in found[: len(planted_strategies.WRONG)])
-    (best,) = [line for line in found if line.startswith("- Lowest ms/step: ")]
+    (best,) = [line for line in files["ddp_report.md"].splitlines() if line.startswith("- Lowest ms/step: ")]
     assert best.endswith(", right.")
 
 
@@ -230,25 +223,12 @@ def test_sharded_state_is_one_share(measured):
     assert 0.5 <= shares["zero1 bf16"] < 0.51
     assert 0.3 < shares["torch_ddp + ZeRO"] < 0.7  # dealt out parameter by parameter
     names = ("results.csv", "results.jsonl", "state_bytes.png", "report.md")
-    summary, files = result_files("optimizer", measured["optimizer"], {})
+    _, files = result_files("optimizer", measured["optimizer"], {})
     assert set(files) == {f"optimizer_{name}" for name in names}
-    assert summary.findings[0].startswith("Lowest state MB: ")
-    assert "init MB" not in terminal_text(summary)  # only GPUs have it
     assert all(row["mfu"] > 0 for row in measured["optimizer"])
 
 
 # Names
-
-
-def test_default_variants_are_those_of_the_registry():
-    assert ddp.ladder()[:3] == ("one rank", "none", "naive")
-    sharded = ("zero1", "fsdp", "torch_fsdp")
-    halved = (f"{name} bf16" for name in sharded)
-    assert optimizer.default_variants() == ("bucketed", *sharded, *halved, "torch_ddp + ZeRO")
-    assert [name for name in ddp.ladder() if is_sharded(name)] == [*sharded, "torch_ddp + ZeRO"]
-    for name in (*ddp.ladder(), *SOLO, *optimizer.default_variants()):
-        parallel_of(name, PARALLEL)
-        assert "," not in name  # --variants is split there
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from raising import raises
 from lmkit.bench import harness
 from lmkit.bench import lm_matrix as bench
 from lmkit.bench.harness import run_bench as run_on_ranks
-from lmkit.bench.summary import report_text, summary_of
+from lmkit.bench.summary import summary_of
 from lmkit.data.token_files import TokenFileWriter
 from lmkit.errors import UsageError
 from lmkit.recipe.load import load_recipe
@@ -51,14 +51,7 @@ def test_kernels_train_alike_and_every_file_is_there(run_bench):
         *(f"lm_matrix_table_{kernel}.png" for kernel in kernels),
     }
     assert [json.loads(line) for line in result.files["lm_matrix_results.jsonl"].splitlines()] == result.rows
-    assert max(map(len, result.table.splitlines())) <= 100
-    report = result.files["lm_matrix_report.md"]
-    assert "Convergence" in report
     assert [("speedup" in row) for row in result.rows] == [False, True] * len(kernels)
-    assert "speedup" in report
-    alone = summary_of(bench, result.rows[::2])
-    assert "speedup" not in report_text(alone, {}, ())  # one strategy: nothing to compare
-    assert report.count("](vectorized_lm_matrix_throughput.png)") == 1
 
 
 @pytest.mark.full

@@ -59,11 +59,6 @@ def test_everything_is_measured_and_every_file_is_there(run_bench, tmp_path):
     }
     assert [json.loads(line) for line in result.files["model_results.jsonl"].splitlines()] == result.rows
     assert journal.rows() == result.rows
-    assert max(map(len, result.table.splitlines())) <= 100
-    report = result.files["model_report.md"]
-    assert ["Highest MFU: " in line for line in report.splitlines()].count(True) == 2  # of each precision
-    assert "fewer than 6 samples" in report
-    assert "warm-up: of the rows that study it" in report
 
 
 def test_fault_85_what_does_not_fit_is_a_row_and_the_others_complete(run_bench, monkeypatch):

@@ -36,8 +36,6 @@ def test_rows_of_training_and_encoding(run_bench, text):
         assert row["median_s"] > 0
         assert row["speedup"] > 0
     assert set(result.files) == {"results.jsonl", "results.csv", "report.md", "mb_per_s.png"}
-    assert max(map(len, result.table.splitlines())) <= 100
-    assert "…" not in result.table
 
 
 @pytest.mark.parametrize(
@@ -52,10 +50,8 @@ def test_encoders_agree_on_texts_with_and_without_an_end_of_text(context, tmp_pa
     path = tmp_path / "text.txt"
     path.write_text("Some words.\n<|endoftext|>\nAnd more\nwords" + end, "utf-8")
     rows = measure(Job("encode", "", str(path), workers, 300), context, tmp_path)
-    assert {row["variant"]: row["status"] for row in rows}.items() >= {
-        "lmkit": "ok",
-        "tiktoken": "ok",
-    }.items()
+    statuses = {row["variant"]: row["status"] for row in rows}
+    assert statuses["lmkit"] == statuses["tiktoken"] == "ok"
 
 
 @pytest.mark.parametrize(

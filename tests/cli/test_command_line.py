@@ -36,44 +36,8 @@ def test_help_imports_nothing_heavy():
     assert result.stderr == "{0} []\n"
 
 
-@pytest.mark.parametrize("command", every_command(), ids=" ".join)
-def test_help_has_an_example_plugins_and_whole_lines(command, monkeypatch, terminal):
-    monkeypatch.setenv("COLUMNS", "100")
-    text = terminal(" ".join([*command, "--help"]))
-    lines = text.splitlines()
-    assert max(map(len, lines)) <= 100
-    assert "lmkit" in lines[-1] + lines[-2]
-    assert "--set " not in text or "--plugin " in text
-    monkeypatch.setenv("COLUMNS", "80")
-    assert "..." not in terminal(" ".join([*command, "--help"])).partition("Commands:\n")[2]
-
-
-def test_every_parameter_has_help():
-    missing = []
-    for path in every_command():
-        command = root_command()
-        for name in path:
-            command = command.get_command(None, name)
-        missing += [(*path, parameter.name) for parameter in command.params if not parameter.help]
-    assert missing == []
-
-
 def test_unknown_command_with_suggestion(terminal):
     assert "train" in terminal.refuses("trian", code="command.wrong_arguments").error
-
-
-@pytest.mark.parametrize(
-    ("arguments", "command"),
-    [
-        ("train quickstart --set", "lmkit train"),
-        ("--debug data synth train --seed", "lmkit data synth"),
-        ("bench model x --lengths", "lmkit bench model"),
-    ],
-)
-def test_an_option_without_its_value_names_the_command(arguments, command, terminal):
-    option = arguments.split()[-1]
-    refusal = terminal.refuses(arguments, code="command.wrong_arguments", says=[f"{command}: ", option])
-    assert f"{command} --help" in refusal.hint
 
 
 @pytest.mark.parametrize("command", ["run --help", "--version"])
@@ -166,14 +130,3 @@ def test_decoded_text_cannot_drive_a_terminal_and_ends_its_line_there(
     ids = map(str, b"a\tb\x1b[2J\xc2\x9b\xff")
     assert run_command_line(["tokenizer", "decode", str(path), *ids]) == 0
     assert raw.getvalue() == printed
-
-
-def test_a_plugin_that_leaves_does_not_end_a_command_as_if_it_were_done(terminal, tmp_path):
-    plugin = tmp_path / "leaves.py"
-    plugin.write_text(
-        "import sys\nfrom lmkit.recipe.tables import Table\nfrom lmkit.registry import BENCHES\n"
-        "class Options(Table): ...\n"
-        "@BENCHES.register('leaves')\ndef leaves(context):\n    sys.exit(0)\n"
-    )
-    words = f"bench leaves --plugin {plugin} --output out"
-    terminal.refuses(words, code="command.ended", exit_code=1, says=["lmkit bench leaves"])

@@ -1,15 +1,12 @@
 """What commands print: results that fit a terminal, strict JSON, the log above the bars of progress."""
 
 import json
-import logging
-import re
-import sys
 from pathlib import Path
 
 import pytest
 from tiny import RANDOM_TOKENS, tiny_recipe
 
-from lmkit.cli.console import Result, log_to_stderr, progress_on_stderr, show
+from lmkit.cli.console import Result, show
 
 
 def test_json_is_strict(capsys):
@@ -33,21 +30,6 @@ def test_one_of_torchrun_s_processes_prints_the_result(environment, speaks, monk
         monkeypatch.setenv(name, value)
     show(Result("mine.toml", {}), as_json=False)
     assert ("mine.toml" in capsys.readouterr().out) == speaks
-
-
-def test_the_log_is_printed_above_the_one_bar(as_terminal, terminal):
-    stderr = as_terminal()
-    log_to_stderr()  # before there is a bar, as in a command; the fixture `terminal` puts the log back
-    with progress_on_stderr() as report:
-        report("stories", 1, 2)
-        logging.getLogger("lmkit").info("half of it")
-        report("timing", 1, 2)
-        sys.stderr.write("from here\n")
-        report("timing", 1, 2)
-    assert re.search(r"(\n|\x1b\[2K)half of it\n", stderr.getvalue())
-    after = stderr.getvalue().partition("from here")[2]
-    assert "timing" in after
-    assert "stories" not in after
 
 
 NOISY = """

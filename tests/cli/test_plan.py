@@ -1,22 +1,12 @@
 """`lmkit plan` as a user runs it."""
 
 import json
-import re
 
 import pytest
 
 from lmkit.cli.app import run_command_line
 from lmkit.training import plan as planning
 from lmkit.training.plan import Measured
-
-
-@pytest.mark.parametrize("arguments", [["--all-gpus"], ["--gpu", "H100", "--ranks", "2"]])
-@pytest.mark.parametrize("name", ["quickstart", "course_8b"])
-def test_a_plan_is_narrow_and_says_whether_it_fits(capsys, name, arguments):
-    assert run_command_line(["plan", name, *arguments]) == 0
-    text = capsys.readouterr().out
-    assert re.search(r"\bfits?\b", text.lower())
-    assert max(map(len, text.splitlines())) <= 100
 
 
 def test_json_has_bytes(capsys):
@@ -44,5 +34,3 @@ def test_what_was_measured_stands_beside_the_plan(capsys, monkeypatch, found):
     assert run_command_line(["plan", "llama_1b", "--check", "--json"]) == 0
     fields = json.loads(capsys.readouterr().out)["measured"]
     assert fields == {"peak_bytes": found.peak_bytes, "seconds": found.seconds}
-    assert run_command_line(["plan", "llama_1b", "--check"]) == 0
-    assert ("131,072 tokens/s" in capsys.readouterr().out) == (found.peak_bytes is not None)

@@ -11,12 +11,6 @@ from lmkit.bench import harness
 from lmkit.bench.harness import BenchStored
 
 
-def edit(path: Path, old: str, new: str) -> None:
-    text = path.read_text()
-    assert old in text
-    path.write_text(text.replace(old, new))
-
-
 def test_a_run_is_made_again_bit_for_bit(run, terminal):
     found = json.loads(terminal(f"rerun {run} --json"))
     assert found["folder"] == f"{run}-rerun"
@@ -41,7 +35,8 @@ def test_drift_is_listed(run, terminal):
     changed = next(record for record in records if record["kind"] == "train" and record["step"] == 2)
     changed["loss"] += 0.25
     (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    edit(run / "recipe.toml", "keep_last = 2", "keep_last = 3")
+    recipe = run / "recipe.toml"
+    recipe.write_text(recipe.read_text().replace("keep_last = 2", "keep_last = 3"))
     found = json.loads(terminal(f"rerun {run} --output again --json"))
     assert [line.partition(" -> ")[0] for line in found["drift"]] == [
         "packages.torch: 1.0",

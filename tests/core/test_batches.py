@@ -133,12 +133,6 @@ def test_an_indivisible_batch_is_refused(tokens):
             source(tokens, **split)
         with raises(UsageError, "batches.indivisible", "train.batch_size", "24", ranks):
             check_divisible(24, ranks, accumulation)
-    for rank in (2, -1):
-        with pytest.raises(ValueError, match=f"rank {rank}"):
-            token_batches(tokens, world_size=2, rank=rank)
-    for wrong in ({"batch_size": 0}, {"accumulation": 0}, {"batch_size": -24}):
-        with pytest.raises(ValueError, match="must be at least 1"):
-            token_batches(tokens, **wrong)
 
 
 def test_random_tokens_cover_the_vocabulary():
@@ -178,12 +172,3 @@ def test_the_input_before_a_document_is_its_complement(tokens):
         ids = torch.maximum(inputs, ~inputs)
         assert torch.equal(targets, ids + 1)
         assert torch.equal(inputs < 0, torch.isin(targets, torch.from_numpy(borders)))
-
-
-def test_tokens_that_are_no_ids_are_refused():
-    sizes = {"batch_size": 2, "context_length": 4, "seed": 0}
-    for tokens in (np.zeros((50, 3), np.uint16), np.zeros(50)):
-        with pytest.raises(ValueError, match="integers in one dimension"):
-            TokenBatches(tokens, **sizes)
-    with pytest.raises(ValueError, match="starts at -3"):
-        TokenBatches(np.zeros(50, np.uint16), document_starts=np.array([-3, 0]), **sizes)

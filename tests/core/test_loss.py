@@ -162,15 +162,6 @@ def test_without_gradients_the_only_product_is_that_of_the_logits():
     assert products(False, frozen=True) == ["aten::mm"]
 
 
-@pytest.mark.parametrize("shape", [(5,), (1,), (3, 2), (6, 1)])
-def test_there_is_one_target_for_each_token(shape):
-    targets = torch.zeros(shape, dtype=torch.int64)
-    with pytest.raises(ValueError, match="do not fit"):
-        linear_cross_entropy(torch.randn(6, 8), torch.randn(10, 8), targets)
-    with pytest.raises(ValueError, match="do not fit"):
-        cross_entropy(torch.randn(6, 10), targets)
-
-
 def test_a_token_that_does_not_count_may_have_an_infinite_loss():
     """Its target is taken for id 0, which the model may exclude."""
     logits, targets = torch.randn(2, 10), torch.tensor([3, -100])

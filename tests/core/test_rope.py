@@ -1,12 +1,11 @@
 """RoPE against explicit rotation matrices."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from lmkit.core.model import RotaryEmbedding, apply_rope, scale_frequencies
+from lmkit.core.model import RotaryEmbedding, apply_rope
 
 
 def rotation_matrix(position: int, head_dim: int, theta: float) -> torch.Tensor:
@@ -114,8 +113,3 @@ def test_the_table_follows_the_default_device_but_not_to_where_nothing_is_comput
     with torch.device("cpu"):
         made = RotaryEmbedding(head_dim=8, context_length=16)
     assert torch.equal(deferred.cos_sin, made.cos_sin)
-
-
-def test_a_scaling_of_another_name_is_refused():
-    with pytest.raises(ValueError, match="yarn"):
-        scale_frequencies(SimpleNamespace(rope_scaling="yarn", rope_factor=2.0), torch.ones(4))

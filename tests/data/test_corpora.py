@@ -16,8 +16,6 @@ from lmkit.data.corpora import plain_text_files, prepare_corpus
 from lmkit.data.synth import write_stories
 from lmkit.errors import LmkitError, UsageError
 from lmkit.recipe.tables import CorpusConfig
-from lmkit.tokenizer.chunks import TextFiles
-from lmkit.tokenizer.pretokenize import SpecialTokens
 
 MARK = "<|endoftext|>"
 
@@ -300,11 +298,6 @@ def test_a_directory_is_an_error_that_says_so(split, tmp_path):
     (tmp_path / "texts").mkdir()
     with raises(UsageError, "corpus.directory", "corpus.train", "texts", "is a directory"):
         split(tmp_path / "texts")
-    with (
-        raises(UsageError, "text.unreadable", "texts", "is a directory"),
-        plain_text_files(tmp_path / "texts") as texts,
-    ):
-        TextFiles(texts, SpecialTokens({}), "strict")
 
 
 @pytest.mark.parametrize("border", range(60))
@@ -323,5 +316,3 @@ def test_a_field_of_files_that_are_read_as_text_is_refused(tmp_path):
     table = CorpusConfig(source="files", train=(lines,), field="body")
     with raises(UsageError, "corpus.unused_field", "corpus.field", lines):
         prepare_corpus(table, tmp_path / "corpus")
-    with raises(UsageError, "corpus.unused_field", "--field", lines), plain_text_files(lines, field="text"):
-        pass

@@ -31,15 +31,10 @@ def test_a_seed_decides_every_byte(tmp_path):
 
 
 def test_the_size_is_reached_with_whole_stories(tmp_path):
-    seen = []
-    write_stories(tmp_path / "s", size_mb=2.5, seed=1, progress=lambda *facts: seen.append(facts))
+    write_stories(tmp_path / "s", size_mb=2.5, seed=1)
     text = (tmp_path / "s").read_text("ascii")
     assert 2_500_000 <= len(text) < 2_500_000 + 5_000
     assert text.endswith(END)
-    assert [stage for stage, _, _ in seen] == ["stories"] * len(seen)
-    assert seen[-1] == ("stories", 2_500_000, 2_500_000)
-    assert len(seen) == 3  # each MiB, and the end
-    assert all(done <= total for _, done, total in seen)
 
 
 @pytest.mark.parametrize("size_mb", [math.nan, math.inf, 0.0, -1.0])
@@ -62,18 +57,6 @@ def test_every_rule_and_fact_that_the_grammar_names_exists():
     assert len(facts) > 50
     # One story for each: no list has to be long enough for all of them.
     assert all(synth._Story(random.Random(0).random)[fact] for fact in sorted(facts))
-
-
-def test_stories_are_well_formed(stories):
-    for story in stories:
-        assert story.isascii()
-        assert story[0].isupper()
-        assert story.endswith((".\n", "!\n", '."\n', '!"\n'))
-        assert not re.search(r"[\[\]{}<>|~%_/]|  |\.\.| [.,!?]|\n\n\n| \n|\n ", story), story  # no remnants
-        assert story.count('"') % 2 == 0, story
-        assert not re.search(r"\b[Aa] [aeio]|\b[Aa]n [b-dfgj-np-tv-z]", story), story
-        assert not re.search(r"\b(?!had|that)([a-z]{4,}) \1\b", story), story
-        assert not re.search(r"[.!?] [a-z]|\n\n[a-z]", story), story
 
 
 def test_every_story_is_new_and_every_plot_is_told(stories):

@@ -39,7 +39,7 @@ def test_the_modules_of_the_api_work_over_gloo_with_cuda_tensors(rank_checks):
     names = [name for name in rank_checks.CHECKS if name.startswith(("data parallel", "sharded optimizer"))]
     outcome = spawn_ranks(2, rank_checks.run_all, (names, "cuda:0", "gloo"))
     assert not [text for texts in outcome.values() for text in texts if text]
-    assert len(outcome) == len(names) > 15
+    assert len(outcome) == len(names) > 10
 
 
 def test_memory_that_was_shared_comes_back(rank_checks):

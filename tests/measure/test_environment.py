@@ -10,7 +10,7 @@ import torch
 
 import lmkit
 from lmkit.measure import environment
-from lmkit.measure.environment import describe_environment, device_name, git_state, usable_cpus
+from lmkit.measure.environment import describe_environment, git_state, usable_cpus
 
 
 def test_the_environment_is_json_says_what_matters_and_does_not_name_this_machine():
@@ -25,10 +25,6 @@ def test_the_environment_is_json_says_what_matters_and_does_not_name_this_machin
     for secret in (socket.gethostname(), str(Path(lmkit.__file__).parent), os.getcwd(), str(Path.home())):
         assert secret not in text or secret == "/"
     assert f"/{getpass.getuser()}/" not in text
-
-
-def test_device_name_without_a_gpu():
-    assert device_name("cpu")
 
 
 def git(folder: Path, *words: str) -> str:

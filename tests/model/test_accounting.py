@@ -4,12 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from raising import raises
 from torch.utils.flop_counter import FlopCounterMode
 
-from lmkit.errors import UsageError
 from lmkit.model import (
-    PRESETS,
     ModelConfig,
     TransformerLM,
     count_parameters,
@@ -50,11 +47,6 @@ def test_a_window_saves_flops() -> None:
     saved = flops_per_token(whole, 64, causal=True) - flops_per_token(config, 64, causal=True)
     # A short layer of three (the last is long); the formula counts a token as half of itself.
     assert 64 * saved == pytest.approx(12 * 48 * (seen[1] - seen[0]), rel=0.03)
-
-
-def test_nothing_is_counted_without_a_vocabulary() -> None:
-    with pytest.raises(ValueError, match="vocab_size is not set"):
-        count_parameters(ModelConfig())
 
 
 def test_flops_of_the_matrix_products_are_counted() -> None:
@@ -100,9 +92,3 @@ def test_presets(name: str, sizes: tuple[int, int, int, int]) -> None:
     assert (config.d_model, config.d_ff, config.num_layers, config.num_heads) == sizes
     assert (config.vocab_size, config.context_length) == (1003, 1024)
     assert config.attention == "reference"
-
-
-def test_an_unknown_preset_names_those_there_are() -> None:
-    with raises(UsageError, "model.unknown_preset", "huge") as caught:
-        preset_config("huge", vocab_size=256, context_length=8)
-    assert all(name in caught.value.hint for name in PRESETS)

@@ -235,8 +235,6 @@ def test_a_model_without_memory_gets_the_values_of_the_seed_later(make_model):
 
 
 def test_refusals(make_model):
-    with pytest.raises(ValueError, match="vocab_size is not set"):
-        TransformerLM(ModelConfig())
     with pytest.raises(ValueError, match="25 tokens is longer than the context of 24"):
         make_model()(torch.zeros(1, 25, dtype=torch.int64))
     with raises(UsageError, "registry.unknown_name"):

@@ -71,12 +71,6 @@ def test_a_gradient_that_is_not_finite_shows_in_the_norm():
     assert not clip_gradients(params, 1.0).isfinite()
 
 
-@pytest.mark.parametrize("max_norm", [0.0, -1.0, float("nan")])
-def test_a_bound_that_is_not_positive_is_refused(max_norm):
-    with pytest.raises(ValueError, match="max_norm must be positive"):
-        clip_gradients(parameters(1.0), max_norm)
-
-
 @pytest.mark.parametrize("max_norm", [1e-3, 1e9, float("inf")])
 def test_our_adamw_clips_as_it_reads(max_norm):
     """The same step as after scaling in place; SGD, and who has no optimizer, has its gradients scaled."""

@@ -34,7 +34,6 @@ from lmkit.model.transformer import TransformerLM
 from lmkit.optim.adamw import AdamW
 from lmkit.parallel import FSDP, DataParallel, Ranks, ShardedOptimizer, gather_full_parameters
 from lmkit.parallel.ranks import process_group
-from lmkit.parallel.strategy import build_strategy
 from lmkit.recipe.tables import ModelConfig, ParallelConfig
 from lmkit.training.setup import build_step
 
@@ -125,18 +124,6 @@ def check_data_parallel_of_reentrant_checkpoints(ranks: Ranks) -> None:
         torch.testing.assert_close(mine.grad, right.grad, rtol=0, atol=FLOAT64_TOLERANCE)
 
 
-@check()
-def check_data_parallel_refuses_what_it_cannot_do(ranks: Ranks) -> None:
-    for code, arguments in (
-        ("parallel.strategy_shards", {"strategy": "zero1"}),
-        ("parallel.wrong_option", {"weights": "bf16"}),
-        ("parallel.wrong_option", {"depth": 2}),
-        ("registry.unknown_name", {"strategy": "bucketted"}),
-    ):
-        with raises(UsageError, code):
-            DataParallel(nn.Linear(2, 2), **arguments)
-
-
 @check(which=("PyTorch's AdamW", "our AdamW", "SGD"))
 def check_sharded_optimizer(ranks: Ranks, which: str) -> None:
     """Tied, frozen, unused and tiny parameters; groups, one added later; a schedule: as the optimizer itself."""
@@ -195,10 +182,6 @@ def check_sharded_optimizer_edges(ranks: Ranks) -> None:
     optimizer.zero_grad()
     optimizer.step()  # without gradients
     assert weight.tolist() == [0.5] * 5
-    with pytest.raises(ValueError, match="more than one parameter group"):
-        optimizer.add_param_group({"params": [weight]})
-    with pytest.raises(ValueError, match="LBFGS"):
-        ShardedOptimizer([weight], torch.optim.LBFGS)
 
 
 @check()
@@ -284,14 +267,6 @@ def check_fsdp_module(ranks: Ranks, kind: str, dtype: torch.dtype | None) -> Non
     with torch.no_grad():
         difference = (loss(model, 0, 9, 0) - loss(oracle, 0, 9, 0)).abs()
     assert difference <= (1e-5 if dtype is None else 0.2)  # of logits of about 3
-
-
-@check()
-def check_fsdp_names_what_cannot_be_drawn(ranks: Ranks) -> None:
-    model = nn.Sequential(nn.PReLU(device="meta"))
-    model[0].reset_parameters = lambda: None
-    with pytest.raises(ValueError, match="weight of PReLU"):
-        build_strategy("fsdp", ranks).attach(model)
 
 
 def memory_of_steps() -> tuple[list[int], int, int, int]:

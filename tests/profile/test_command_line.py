@@ -19,12 +19,6 @@ def path_without_nsys(tmp_path, monkeypatch):
     return folder
 
 
-@pytest.mark.full
-def test_the_terminal_has_no_lines_of_the_profilers_own(lmkit, recipe):
-    result = lmkit("profile", "memory", recipe, "--steps", "1", "--output", "out")
-    assert (result.returncode, result.stderr) == (0, "")
-
-
 def test_without_nsys_auto_takes_kineto_and_a_forced_nsys_is_wrong_use(
     lmkit, terminal, recipe, path_without_nsys, tmp_path
 ):

@@ -30,18 +30,8 @@ RECIPE = Recipe(run=RunConfig(device="cpu"), model=MODEL, train=TrainConfig(batc
 
 
 @pytest.fixture(scope="module")
-def begins():
-    """Filled with what the picture says of where phases begin."""
-    return {}
-
-
-@pytest.fixture(scope="module")
-def result(begins, tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        draw = memory.stacked_areas
-        patch.setattr(memory, "stacked_areas", lambda *a, **k: begins.update(k["begins"]) or draw(*a, **k))
-        folder = tmp_path_factory.mktemp("memory")
-        yield run_memory(RECIPE, folder, mode="step", steps=2)
+def result(tmp_path_factory):
+    return run_memory(RECIPE, tmp_path_factory.mktemp("memory"), mode="step", steps=2)
 
 
 def test_categories_have_the_sizes_that_arithmetic_gives(result, ranges_are_on):
@@ -60,17 +50,15 @@ def test_categories_have_the_sizes_that_arithmetic_gives(result, ranges_are_on):
     assert not ranges_are_on()
 
 
-def test_files(result, begins):
+def test_files(result):
     folder = Path(result.folder)
     assert set(result.files) == {path.name for path in folder.iterdir()}
     names = ("peaks.jsonl", "peaks.csv", "timeline.png", "report.md")
     assert set(result.files) == {*(f"memory_{name}" for name in names), "environment.json"}
     assert (folder / "memory_timeline.png").read_bytes()[:4] == b"\x89PNG"
-    assert max(map(len, result.text.splitlines())) <= 100
     report = (folder / "memory_report.md").read_text()
     assert all(column.header in report for column in MEMORY)
     assert "![memory_timeline.png](memory_timeline.png)" in report
-    assert begins["build"] == 0 < begins["step 1"] < begins["step 2"]
 
 
 @pytest.mark.full
@@ -89,7 +77,6 @@ def test_a_table_of_contexts_shows_that_naive_attention_grows_as_the_square(tmp_
     assert {"memory_contexts_report.md", "memory_contexts.json"} <= set(found.files)
     assert (tmp_path / "reference_step_512_fp32/memory_peaks.jsonl").exists()
     assert not any(tmp_path.rglob("*.pickle"))
-    assert max(map(len, found.text.splitlines())) <= 100
 
 
 def test_what_does_not_fit_is_a_row(monkeypatch, tmp_path):

@@ -40,7 +40,6 @@ def test_the_answers_of_a_recording_worked_by_hand(two_steps):
     kernels = [(top["name"], top["calls"]) for top in summary["top_kernels"]]
     assert kernels == [("gemm", 3), ("ncclAllReduce", 1), ("memcpy", 1)]
     assert summary["top_kernels"][0]["share"] == pytest.approx(400 / 590)
-    assert max(map(len, text_of(summary).splitlines())) <= 100
     assert "44.0%" in text_of(summary)
     assert summarize_trace([summary]).title == "Profile of report.sqlite (nsys)"
 

@@ -16,11 +16,10 @@ from lmkit.recipe.load import (
     recipe_to_toml,
     required,
     shipped_recipes,
-    shipped_with,
     validate,
 )
 from lmkit.recipe.recipe import TABLES, Recipe
-from lmkit.registry import BENCHES, OPTIMIZERS
+from lmkit.registry import OPTIMIZERS
 
 
 def refusal(source: Path | None, *overrides: str, code: str, **flags: object) -> str:
@@ -179,12 +178,6 @@ def test_missing_table_is_named_with_the_recipes_that_have_it():
         UsageError, "recipe.missing_table", "quickstart", "[bench.ddp]", hint="bench_ddp, bench_ddp_cpu"
     ):
         required(recipe.bench.get("ddp"), "bench.ddp", recipe.model_copy(), command="bench ddp")
-    for table in (*TABLES, *(f"bench.{name}" for name in BENCHES.names)):
-        for recipe in shipped_with(table):
-            tables = load_recipe(recipe).model_dump()
-            assert (tables | {f"bench.{name}": keys for name, keys in tables["bench"].items()})[
-                table
-            ] is not None
 
 
 def test_loading_a_recipe_imports_neither_benches_nor_torch(tmp_path):

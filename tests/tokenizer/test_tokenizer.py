@@ -83,19 +83,6 @@ def test_what_the_constructor_makes_of_special_tokens():
     assert given.end_of_text_id is None
 
 
-@pytest.mark.parametrize(
-    ("vocab", "merges", "special"),
-    [
-        (SMALL | {300: b"he"}, [], ()),
-        *((SMALL, [pair], ()) for pair in ((b"x", b"y"), (b"xy", b"z"))),
-        *((SMALL, MERGES, special) for special in (("<|a|>", "<|a|>"), ("",))),
-    ],
-)
-def test_what_the_constructor_refuses(vocab, merges, special):
-    with pytest.raises(ValueError):  # noqa: PT011 - the messages differ
-        Tokenizer(vocab=vocab, merges=merges, special_tokens=special)
-
-
 def test_decoding_half_a_character(trained):
     ids = trained.encode("日")
     assert trained.decode([0xE6, 0x97]) == "\ufffd"
@@ -111,9 +98,6 @@ def test_ids_are_decoded_whatever_they_are_kept_in(trained):
     arrays = (np.array(ids), tensor, iter(tensor), list(tensor), [*ids[:2], *tensor[2:]])
     for kept in (tuple(ids), iter(ids), *arrays):
         assert trained.decode(kept) == "one fish two fish"
-    for wrong in (torch.tensor([10**6]), torch.tensor([97.5]), torch.tensor([ids, ids]), "a", [None]):
-        with pytest.raises(ValueError):  # noqa: PT011
-            trained.decode(wrong)
 
 
 def test_agrees_with_tiktoken(trained, real_text):
@@ -130,12 +114,9 @@ def test_inspection(trained, tmp_path, real_text):
     text, path = tmp_path / "text.txt", tmp_path / "tokenizer.json"
     text.write_text(real_text, "utf-8")
     trained.save(path)
-    facts = inspect_tokenizer(path, text=text, longest=3)
+    facts = inspect_tokenizer(path, text=text)
     assert (facts.path, facts.vocab_size, facts.num_merges) == (str(path), 2000, 2000 - 256 - 4)
     assert facts.sha256 == trained.sha256
-    lengths = [len(token.encode()) for token in facts.longest_tokens]
-    assert lengths == sorted(lengths, reverse=True)
-    assert lengths[0] == max(len(left + right) for left, right in trained.merges)
     parts = re.split("|".join(map(re.escape, trained.special_tokens)), real_text)  # marks are no text
     num_tokens = sum(len(trained.encode(part)) for part in parts)
     assert facts.bytes_per_token == pytest.approx(len("".join(parts).encode()) / num_tokens)

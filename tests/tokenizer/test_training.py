@@ -124,15 +124,6 @@ def test_a_special_token_that_is_written_like_a_learned_one(write):
         train_tokenizer([write("the the the the")], vocab_size=260, special_tokens=("Ġthe",))
 
 
-def test_progress_reaches_the_end(write):
-    seen: dict[str, tuple[int, int]] = {}
-    path = write("some text, some more <|endoftext|>")
-    train_tokenizer(
-        [path], vocab_size=262, progress=lambda stage, done, total: seen.update({stage: (done, total)})
-    )
-    assert seen == {"count words": (34, 34), "learn merges": (5, 5)}
-
-
 def test_nothing_is_merged_across_special_tokens(write):
     tokenizer = train_tokenizer([write("aX<|endoftext|>Xb" * 50)], vocab_size=300)
     assert tokenizer.merges == [(b"a", b"X"), (b"X", b"b"), (b"Xb", b"aX")]  # no (X, X)

@@ -13,8 +13,8 @@ from unittest.mock import MagicMock
 import pytest
 from run_folders import losses, saved, train_here
 
-from lmkit.training import metrics, services
-from lmkit.training.metrics import Console, MetricsFile, describe, read_metrics
+from lmkit.training import services
+from lmkit.training.metrics import MetricsFile, read_metrics
 from lmkit.training.services import ServiceSink, tensorboard_sink, wandb_sink
 
 
@@ -82,38 +82,6 @@ def test_other_lines_than_lmkit_writes_are_skipped_and_named(tmp_path, caplog):
     assert caplog.records == []
     path.write_bytes(bytes(5_000_000) + b"\n" + json.dumps(good[0]).encode())  # no line is read in one piece
     assert read_metrics(path) == good[:1]
-
-
-LARGE = {"loss": 10.8249, "grad_norm": 98.76, "mfu": 0.5123, "memory_bytes": 140_200_000_000}
-
-
-def test_a_line_fits_100_columns_also_with_large_numbers_and_nan():
-    large = {**LARGE, "tokens_per_second": 876_543.2, "eta_seconds": 123 * 3600 + 45 * 60}
-    text = describe(train_record(234_567, **large), 999_999)
-    assert {"step 234567/999999", "MFU 51.2%", "140 GB", "877k tok/s", "123:45:00 left"} < set(
-        text.split("  ")
-    )
-    evaluated = {"perplexity": 50257.12, "bits_per_byte": 3.1234}
-    for kind in ("train", "valid", "final", "skip"):
-        assert len(describe(train_record(234_567, **large, **evaluated, kind=kind), 999_999)) <= 100
-    text = describe(train_record(10, lr=1.2e-12, loss=float("nan"), eta_seconds=75), 100)
-    assert {"lr 1.2e-12", "loss nan", "1:15 left"} < set(text.split("  "))
-
-
-def test_no_escape_codes_without_a_terminal_or_with_no_color(monkeypatch, capsys):
-    lines = Console(3)  # pytest's stderr is no terminal
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert vars(Console(3)) == vars(lines)
-    monkeypatch.setattr(metrics, "SECONDS_BETWEEN_LINES", 1e9)  # however slow this machine is
-    for step in (1, 2, 3):
-        lines.record(train_record(step))
-    lines.note("done")
-    said = capsys.readouterr().err
-    assert "\x1b" not in said
-    assert "\r" not in said
-    # Of steps that come fast the first is shown, and the last.
-    assert [line.split()[1] for line in said.splitlines()[:2]] == ["1/3", "3/3"]
 
 
 def service(monkeypatch: pytest.MonkeyPatch, name: str, **broken: Any) -> MagicMock:

@@ -32,7 +32,7 @@ def writing(tiny: Tiny, tmp_path: Path, token_files: tuple[Path, Path]) -> Tiny:
     return lambda *more: tiny(*options, PROMPTS, "train.sample_interval=2", "train.steps=6", *more)
 
 
-def test_texts_are_those_of_the_model_at_that_step(writing, capsys):
+def test_texts_are_those_of_the_model_at_that_step(writing):
     recipe = writing("checkpoint.interval=2", "checkpoint.keep_last=9")
     train(recipe, write_samples=write_samples)
     found = records(recipe, "sample")
@@ -47,7 +47,6 @@ def test_texts_are_those_of_the_model_at_that_step(writing, capsys):
             text.prompt + text.text for text in made
         ]
     assert len({record["text"] for record in found}) > 2  # the model changes
-    assert "step 4/6  text 2: bc" in capsys.readouterr().err
 
 
 def test_training_does_not_notice(writing):

@@ -25,7 +25,6 @@ def test_the_loop_in_the_package_documentation_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"(?:^    .+\n|^\n)+", lmkit.training.__doc__ or "", re.MULTILINE)
     (loop,) = (textwrap.dedent(block) for block in blocks if "build_step(" in block)
-    assert len(loop.splitlines()) <= 14  # imports, ten lines and blank ones
     namespace: dict[str, Any] = {}
     exec(loop, namespace)  # ends with an assertion of its own
     assert namespace["outcome"].applied

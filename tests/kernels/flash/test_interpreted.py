@@ -5,8 +5,6 @@ tests/attention/test_attention.py has what every attention kernel must do.
 float32 and float16 only: the interpreter multiplies the raw bits of bfloat16. bfloat16 is tested on the GPU.
 """
 
-import importlib
-
 import pytest
 import torch
 from attention_oracle import faults_of
@@ -150,17 +148,6 @@ def test_a_second_derivative_is_refused(random_inputs):
                 (gradient,) = torch.autograd.grad(out, q, outside, create_graph=True)
                 with pytest.raises(RuntimeError, match="differentiable once"):
                     torch.autograd.grad(out.sum() + gradient.square().sum(), wanted)
-
-
-@pytest.mark.full
-def test_the_module_can_be_loaded_again(random_inputs):
-    """Its operators are defined anew."""
-    module = importlib.import_module("lmkit.attention.flash_triton")
-    inputs = random_inputs(queries=20)
-    again = importlib.reload(module)
-    compiled = torch.compile(again.flash_triton, fullgraph=True, backend="aot_eager")
-    eager, traced = (run_attention(f, *inputs, causal=True) for f in (flash_triton, compiled))
-    assert all(torch.equal(a, b) for a, b in zip(eager, traced, strict=True))
 
 
 @pytest.mark.parametrize(
