@@ -4,7 +4,7 @@ Before: its first steps beside the same steps of one process on the whole batch 
 step: the loss, the norm of the mean gradient, gradients where every rank has whole ones, and what the weights have
 changed by since the start. Of large tensors, elements at random places are compared.
 
-After: one step on random tokens beside the same step by PyTorch's operations on the same weights (`after_timing`).
+After: a step on random tokens beside the mean gradient by PyTorch's operations on the same weights (`after_timing`).
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from lmkit.model.transformer import parameter_names
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.recipe import Recipe
 from lmkit.registry import ATTENTION, OPTIMIZERS, STRATEGIES
+from lmkit.training.precision import autocast
 from lmkit.training.run_data import make_batches
 from lmkit.training.setup import ALONE, RANDOM, TrainingStep
 
@@ -214,9 +215,13 @@ def _see(
         distances = (mine - right).norm(dim=-1) / right.norm(dim=-1)
         errors["the hidden state of a token without gradients"] = float(distances.max())
     loss = outcome.loss if config.strategy == "none" else outcome.losses.mean()
+    norm = float(outcome.grad_norm)
+    return Seen(float(loss), norm, _in_units_of_norm(gradients), clipped, forward=errors)
+
+
+def _in_units_of_norm(gradients: Numbers) -> Numbers:
     size = sum((float(x.double().square().sum()) for x in gradients.values()), 0.0) ** 0.5 or 1.0
-    scaled = {name: x.float() / size for name, x in gradients.items()}
-    return Seen(float(loss), float(outcome.grad_norm), scaled, clipped, forward=errors)
+    return {name: x.float() / size for name, x in gradients.items()}
 
 
 def _weights(training: TrainingStep) -> Numbers:
@@ -357,8 +362,9 @@ def judge(
 def after_timing(training: TrainingStep, budget: Budget, *, forward: bool = False) -> dict[str, Any]:
     """Check a training that was timed once more: return status and detail if it is wrong by now, else {}. Collective.
 
-    A step on random tokens that moves no weight is compared with the same step by PyTorch's operations, on the
-    weights of now. If there is a CUDA graph, it makes the step, too, and is then dropped.
+    A step on random tokens that moves no weight is compared with the mean gradient by PyTorch's operations, on the
+    weights of now. The strategy takes no part in that gradient unless it shards parameters. If there is a CUDA graph,
+    it makes the step, too, and is then dropped.
 
     Args:
         forward: as in `judge`.
@@ -375,10 +381,39 @@ def after_timing(training: TrainingStep, budget: Budget, *, forward: bool = Fals
         plain = of_pytorch(training.recipe).model
         assert plain is not None
         with torch.compiler.set_stance("force_eager"), computing_with(training.model, PLAIN, plain.attention):
-            theirs = _see(training, lr=STILL, batch=batch)
+            theirs = _without_strategy(training, batch) or _see(training, lr=STILL, batch=batch)
         wrong = next(filter(None, (_difference(seen, theirs, budget) for seen in mine)), "")
         wrong = _on_any_rank(wrong, step.ranks)
     return wrong_result(f"after timing: {wrong}") if wrong else {}
+
+
+def _without_strategy(training: TrainingStep, batch: Batch) -> Seen | None:
+    """Return the loss and the gradients of a batch, averaged over the ranks without the strategy. Collective.
+
+    None: parameters are sharded, or gradients in fp16 need the step's loss scale.
+    """
+    step, model = training.step, training.model
+    config = getattr(step.sync, "config", ALONE)
+    if "parameters" in STRATEGIES.facts(config.strategy).shards or step.precision == "fp16":
+        return None
+    training.wait_for_weights()
+    named = {name: parameter for parameter, name in parameter_names(model).items() if parameter.requires_grad}
+    loss, gradients = torch.zeros((), device=batch[0].device), dict[str, Tensor]()
+    for ids, targets in zip(*batch, strict=True):
+        with autocast(ids.device, step.precision):
+            part = model.loss(ids, targets) / len(batch[0])
+        # Unlike `backward`, this calls no hook of the strategy.
+        found = torch.autograd.grad(part, list(named.values()), allow_unused=True)
+        loss += part.detach()
+        for name, gradient in zip(named, found, strict=True):
+            if gradient is not None:
+                gradients[name] = gradients[name] + gradient if name in gradients else gradient.float()
+    if step.ranks.world_size > 1 and config.strategy != "none":
+        for value in (loss, *gradients.values()):
+            dist.all_reduce(value)
+            value /= step.ranks.world_size
+    norm = float(gradient_norm(list(gradients.values())))
+    return Seen(float(loss), norm, _in_units_of_norm({name: _sample(x) for name, x in gradients.items()}))
 
 
 @contextmanager

@@ -60,8 +60,13 @@ def train(
     _check_output(output, force=force)
     refuse_replacing([output], sources)
     from lmkit.data.corpora import plain_text_files
-    from lmkit.tokenizer import END_OF_TEXT, train_tokenizer
+    from lmkit.tokenizer import END_OF_TEXT, Tokenizer, train_tokenizer
+    from lmkit.tokenizer.marks import files_of_marks
 
+    untrained = Tokenizer.from_merges([], table.special_tokens)
+    files_of_marks(
+        output, untrained.marks, untrained.special_ids
+    )  # refuses before training what `save` refuses
     mark = next(iter(table.special_tokens), END_OF_TEXT)  # between documents nothing is merged
     with (
         progress_on_stderr() as progress,

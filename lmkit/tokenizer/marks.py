@@ -21,7 +21,6 @@ from lmkit.recipe.run_folder import (
     TOKENIZER,
     TOKENIZER_CONFIG,
 )
-from lmkit.storage.atomic import write_atomic
 from lmkit.storage.inputs import read_object
 
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")
@@ -142,15 +141,15 @@ def named_by(config: Mapping[str, Any]) -> set[str]:
     return set(filter(None, map(_text, found)))
 
 
-def write_marks(path: Path, marks: Marks, special_ids: Mapping[str, int]) -> None:
-    """Write the marks of a tokenizer into the files beside it, unless these say the same already.
+def files_of_marks(path: Path, marks: Marks, special_ids: Mapping[str, int]) -> dict[Path, dict[str, Any]]:
+    """Return the files beside a tokenizer that have to say its marks, and their objects; {} if they say them already.
 
     UsageError: they have to be written, and the tokenizer is not called tokenizer.json ("tokenizer.marks"), or such a
-    file has more keys than lmkit writes ("tokenizer.replaces_marks").
+    file stands there without a tokenizer, or has more keys than lmkit writes ("tokenizer.replaces_marks").
     """
     try:
         if resolve_marks(read_beside(path)[1], special_ids) == marks:
-            return
+            return {}
     except (LmkitError, ValueError):  # those of another tokenizer, which this one replaces
         pass
     if path.name != TOKENIZER:
@@ -162,12 +161,12 @@ def write_marks(path: Path, marks: Marks, special_ids: Mapping[str, int]) -> Non
         path.with_name(GENERATION_CONFIG): {"eos_token_id": list(marks.stops) or None},
     }
     for file, content in {**files, path.with_name(SPECIAL_TOKENS_MAP): {}}.items():
-        if file.is_file() and not _read(file).keys() <= content.keys():
+        found = _read(file) if file.is_file() else content
+        if found != content and not (path.is_file() and found.keys() <= content.keys()):
             message = f"{file}: belongs to another tokenizer; it names other tokens that begin and end a text"
             hint = f"write {path.name} into another folder, or move that file away"
             raise UsageError("tokenizer.replaces_marks", message, hint=hint)
-    for file, content in files.items():
-        write_atomic(file, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    return files
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+import json
 import logging
 import operator
 import threading
@@ -23,7 +24,7 @@ from lmkit.storage.atomic import write_atomic
 from lmkit.tokenizer import files
 from lmkit.tokenizer.chunks import exact_chunks
 from lmkit.tokenizer.engine import CHUNK_BYTES, Encoder, MergeTable, is_utf8, new_encoder
-from lmkit.tokenizer.marks import NO_MARKS, Marks, resolve_marks, write_marks
+from lmkit.tokenizer.marks import NO_MARKS, Marks, files_of_marks, resolve_marks
 from lmkit.tokenizer.pretokenize import AddedToken, SpecialTokens
 
 _log = logging.getLogger("lmkit")
@@ -258,7 +259,8 @@ class Tokenizer:
         `generation_config.json` beside it do. UsageError: these are needed, and the file is not called tokenizer.json
         ("tokenizer.marks"), or they are somebody else's ("tokenizer.replaces_marks").
         """
-        write_marks(Path(path), self.marks, self.special_ids)
+        for file, content in files_of_marks(Path(path), self.marks, self.special_ids).items():
+            write_atomic(file, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
         write_atomic(path, files.to_json(self))
 
     @classmethod

@@ -34,6 +34,13 @@ class Halves(Planted):
         self.factor = lambda: 0.5
 
 
+class SumsLater(Planted):
+    """Right as long as it is checked before timing."""
+
+    def factor(self) -> float:
+        return 1.0 if self.step <= 4 else self.ranks.world_size
+
+
 class NeverClips(Planted):
     """Measures the norm, and no more."""
 
@@ -41,7 +48,7 @@ class NeverClips(Planted):
         return super().clip_gradients(float("inf"))
 
 
-BASES: dict[str, type[Planted]] = {"halves": Halves, "never_clips": NeverClips}
+BASES: dict[str, type[Planted]] = {"halves": Halves, "never_clips": NeverClips, "sums_later": SumsLater}
 
 
 def every_other(self: Planted, gradients: list[Any]) -> list[Any]:
@@ -69,11 +76,12 @@ CHOSEN: dict[str, Callable[[Planted, list[Any]], list[Any]]] = {
     "halves": lambda self, gradients: gradients,
     "never_clips": lambda self, gradients: gradients,
     "stops": lambda self, gradients: gradients if self.step <= 3 else [],  # right as long as it is checked
+    "sums_later": lambda self, gradients: gradients,  # on all ranks alike
     "raises": fails,
     "tires": tires,
     "right": lambda self, gradients: gradients,
 }
-WRONG, FAILED, NAMES = (*CHOSEN,)[:7], (*CHOSEN,)[7:9], tuple(CHOSEN)
+WRONG, FAILED, NAMES = (*CHOSEN,)[:8], (*CHOSEN,)[8:10], tuple(CHOSEN)
 
 
 @contextmanager

@@ -146,7 +146,8 @@ def test_strategies_that_do_not_average_in_every_step_are_wrong_and_not_timed(me
     assert "the norm of the mean gradient: relative error 1," in rows["sums"]["detail"]  # twice as large
     assert "step 2: the norm of the " in rows["halves"]["detail"]
     assert "the norm of the clipped gradient: " in rows["never_clips"]["detail"]
-    assert rows["stops"]["detail"].startswith("after timing: ")
+    for name in ("stops", "sums_later"):
+        assert rows[name]["detail"].startswith("after timing: ")
     for name, line in zip(planted_strategies.FAILED, ("broken", "tired"), strict=True):
         assert (rows[name]["status"], rows[name]["detail"]) == ("failed", f"RuntimeError: {line}")
     assert rows["right"]["status"] == "ok"

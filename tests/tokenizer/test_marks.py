@@ -102,6 +102,7 @@ def test_saved_loaded_and_pickled(folder, tmp_path):
     tokenizer = Tokenizer.load(path)
     again = tmp_path / "again" / "tokenizer.json"
     again.parent.mkdir()
+    again.write_text("{}")  # the tokenizer that is replaced, with its marks
     (again.parent / "tokenizer_config.json").write_text('{"eos_token": "gone"}')
     (again.parent / "generation_config.json").write_text('{"eos_token_id": 1}')
     tokenizer.save(again)
@@ -114,9 +115,16 @@ def test_saved_loaded_and_pickled(folder, tmp_path):
     assert [file.stat().st_mtime_ns for file in described] == written
 
 
-@pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json"])
-def test_a_file_of_somebody_else_beside_a_new_tokenizer_is_left_alone(name, tmp_path):
-    theirs = '{"eos_token": "gone", "eos_token_id": 1, "other": 2}'
+@pytest.mark.parametrize(
+    ("name", "theirs"),
+    [
+        ("tokenizer_config.json", '{"eos_token": "gone", "other": 2}'),
+        ("tokenizer_config.json", '{"eos_token": "gone"}'),
+        ("generation_config.json", '{"eos_token_id": [1]}'),
+        ("generation_config.json", '{"eos_token_id": 1, "other": 2}'),
+    ],
+)
+def test_a_file_of_somebody_else_beside_a_new_tokenizer_is_left_alone(name, theirs, tmp_path):
     (tmp_path / name).write_text(theirs)
     tokenizer = Tokenizer.from_merges([], ["<|endoftext|>"])
     with raises(UsageError, "tokenizer.replaces_marks", tmp_path / name):
