@@ -56,11 +56,11 @@ def text_file_status(path: Path) -> os.stat_result:
     return status
 
 
-def read_blocks(path: Path) -> Iterator[bytes]:
-    """Yield the content of a file in blocks; UsageError if it cannot be read."""
+def read_blocks(path: Path, size: int = CHUNK_BYTES) -> Iterator[bytes]:
+    """Yield the content of a file, `size` bytes at a time; UsageError if it cannot be read."""
     try:
         with open_input(path) as file:
-            while block := file.read(CHUNK_BYTES):
+            while block := file.read(size):
                 yield block
     except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
         raise unreadable(path, reason(error)) from error
