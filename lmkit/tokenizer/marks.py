@@ -161,8 +161,9 @@ def files_of_marks(path: Path, marks: Marks, special_ids: Mapping[str, int]) -> 
         path.with_name(GENERATION_CONFIG): {"eos_token_id": list(marks.stops) or None},
     }
     for file, content in {**files, path.with_name(SPECIAL_TOKENS_MAP): {}}.items():
-        found = _read(file) if file.is_file() else content
-        if found != content and not (path.is_file() and found.keys() <= content.keys()):
+        found = _read(file) if file.is_file() else {}
+        is_replaced = path.is_file() and found.keys() <= content.keys()
+        if found and found != content and not is_replaced:
             message = f"{file}: belongs to another tokenizer; it names other tokens that begin and end a text"
             hint = f"write {path.name} into another folder, or move that file away"
             raise UsageError("tokenizer.replaces_marks", message, hint=hint)
