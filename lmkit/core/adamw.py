@@ -56,7 +56,7 @@ class AdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; return what `closure`, called first, returns."""
-        loss = loss_of(closure)
+        loss = None if closure is None else loss_of(closure)
         for group in self.param_groups:
             self.update(group, [param for param in group["params"] if param.grad is not None])
         return loss
@@ -73,10 +73,8 @@ class AdamW(torch.optim.Optimizer):
             adamw_update([param], [param.grad], [state["exp_avg"]], [state["exp_avg_sq"]], scalars)
 
 
-def loss_of(closure: Callable[[], Any] | None) -> Any:
-    """Return what an optimizer's closure computes, with gradients; None without a closure."""
-    if closure is None:
-        return None
+def loss_of(closure: Callable[[], Any]) -> Any:
+    """Return what an optimizer's closure computes, with gradients."""
     with torch.enable_grad():
         return closure()
 

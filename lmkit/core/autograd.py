@@ -31,7 +31,8 @@ def differentiable_once(name: str, *, instead: str) -> Callable[[Backward], Back
     def decorate(backward: Backward) -> Backward:
         @wraps(backward)
         def once(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-            if all(grad is None for grad in grads):  # no later operation sent a gradient
+            # No later operation sent a gradient.
+            if grads[0] is None and all(grad is None for grad in grads[1:]):
                 return (None,) * len(ctx.needs_input_grad)
             saved = ctx.saved_tensors
             if not torch.is_grad_enabled():  # enabled in backward only by create_graph=True

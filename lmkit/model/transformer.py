@@ -380,8 +380,12 @@ def is_original(model: Any) -> bool:
 
 def joined_product(x: Tensor, *layers: Linear) -> Tensor:
     """Return the outputs of linear layers one after the other: (..., in) -> (..., sum of out)."""
-    weight = join([layer.weight for layer in layers])
-    biases = [layer.bias for layer in layers if layer.bias is not None]
+    weights, biases = [], []
+    for layer in layers:
+        weights.append(layer.weight)
+        if layer.bias is not None:
+            biases.append(layer.bias)
+    weight = join(weights)
     if biases and len(biases) < len(layers):  # somebody replaced a layer by one with a bias
         biases = [weight.new_zeros(len(x.weight)) if x.bias is None else x.bias for x in layers]
     bias = join(biases).to(weight.dtype) if biases else None

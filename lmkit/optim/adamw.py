@@ -7,6 +7,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -107,7 +108,7 @@ class AdamW(core.AdamW):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; return what `closure`, called first, returns."""
-        loss = loss_of(closure)
+        loss = None if closure is None else loss_of(closure)
         work, fits_one_pass = [], True
         for group in self.param_groups:
             for kind, updates in self._updates(group).items():
@@ -143,7 +144,8 @@ class AdamW(core.AdamW):
                 self._update_in_one_pass(alike, scalars)
                 continue
             limit = SWEEP_ELEMENTS.get(alike[0].param.device.type, SWEEP_ELEMENTS["cuda"])
-            for sweep in sweeps(alike, [update.param.numel() for update in alike], limit):
+            sizes = map(Tensor.numel, map(attrgetter("param"), alike))
+            for sweep in sweeps(alike, sizes, limit):
                 params, grads, means, squares, copies, _ = map(list, zip(*sweep, strict=True))
                 grads = list(map(Tensor.type_as, grads, params))  # masters are wider than gradients
                 if self.gradient_factor is not None:

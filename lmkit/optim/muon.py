@@ -69,7 +69,7 @@ class Muon(AdamW, core.Muon):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; return what `closure`, called first, returns."""
-        loss = loss_of(closure)
+        loss = None if closure is None else loss_of(closure)
         if self.decision is not None and not self.decision.is_cuda:  # costs nothing to read
             if not self.decision:
                 return loss

@@ -153,7 +153,7 @@ class ShardedOptimizer(Zero1Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update the parameters by gradients that are equal on all ranks. Collective."""
         _refuse_unfrozen(self._frozen, "ShardedOptimizer")
-        loss = loss_of(closure)
+        loss = None if closure is None else loss_of(closure)
         for mine, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update({**mine, "params": inner["params"]})  # a schedule may have set "lr"
         self.unused = {p for bucket in self._flats for p in bucket.parameters if p.grad is None}

@@ -234,7 +234,7 @@ def forward_units(model: nn.Module) -> Iterator[nn.Module]:
 
 def present_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return the gradients of the parameters that have one."""
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return list(filter(torch.is_tensor, map(attrgetter("grad"), parameters)))
 
 
 def check_same_model(model: nn.Module, ranks: Ranks, fingerprint: str = "") -> None:
