@@ -223,10 +223,15 @@ def capture_rng(device: torch.device) -> RngState:
 
 def restore_rng(state: RngState, device: torch.device) -> None:
     """Set this rank's generators to a saved state."""
-    torch.set_rng_state(torch.frombuffer(bytearray(base64.b64decode(state.cpu)), dtype=torch.uint8))
-    if state.cuda is not None and device.type == "cuda":
-        bits = torch.frombuffer(bytearray(base64.b64decode(state.cuda)), dtype=torch.uint8)
-        torch.cuda.set_rng_state(bits, device)
+    try:
+        torch.set_rng_state(torch.frombuffer(bytearray(base64.b64decode(state.cpu)), dtype=torch.uint8))
+        if state.cuda is not None and device.type == "cuda":
+            bits = torch.frombuffer(bytearray(base64.b64decode(state.cuda)), dtype=torch.uint8)
+            torch.cuda.set_rng_state(bits, device)
+    except (ValueError, RuntimeError) as error:
+        hint = "another version of PyTorch saved it, or it was changed; use another checkpoint"
+        message = "the checkpoint's random generators cannot be restored"
+        raise LmkitError("checkpoint.bad_rng", message, hint=hint) from error
 
 
 # Write
