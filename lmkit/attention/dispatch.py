@@ -158,9 +158,8 @@ def check_values(name: str, qkv: Tensor, kv_heads: int, head_dim: int) -> None:
         return
 
     def on_heads(kernel: Callable[..., Tensor], qkv: Tensor, **options: Any) -> Tensor:
-        heads = qkv.unflatten(-1, (-1, head_dim)).transpose(
-            1, 2
-        )  # (batch, heads + 2 kv_heads, seq, head_dim)
+        # (batch, heads + 2 kv_heads, seq, head_dim)
+        heads = qkv.unflatten(-1, (-1, head_dim)).transpose(1, 2)
         q, k, v = heads.split((heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
         return kernel(q, k, v, causal=True, **options).transpose(1, 2).flatten(2)
 

@@ -157,7 +157,8 @@ def follow(training: TrainingStep, *, forward: bool = False, accumulates: bool =
         forward: also run each forward pass without gradients.
         accumulates: the second step accumulates two batches and clips their gradient to `CLIPPED_TO`.
     """
-    start, step, made = _weights(training), training.step, list[Seen]()
+    start, step = _weights(training), training.step
+    made: list[Seen] = []
     max_norm = step.max_norm
     for number in range(STEPS):
         batch = None
@@ -398,7 +399,8 @@ def _without_strategy(training: TrainingStep, batch: Batch) -> Seen | None:
         return None
     training.wait_for_weights()
     named = {name: parameter for parameter, name in parameter_names(model).items() if parameter.requires_grad}
-    loss, gradients = torch.zeros((), device=batch[0].device), dict[str, Tensor]()
+    loss = torch.zeros((), device=batch[0].device)
+    gradients: dict[str, Tensor] = {}
     for ids, targets in zip(*batch, strict=True):
         with autocast(ids.device, step.precision):
             part = model.loss(ids, targets) / len(batch[0])

@@ -63,10 +63,9 @@ def train(
     from lmkit.tokenizer import END_OF_TEXT, Tokenizer, train_tokenizer
     from lmkit.tokenizer.marks import files_of_marks
 
+    # Refuse before training what `save` would refuse.
     untrained = Tokenizer.from_merges([], table.special_tokens)
-    files_of_marks(
-        output, untrained.marks, untrained.special_ids
-    )  # refuses before training what `save` refuses
+    files_of_marks(output, untrained.marks, untrained.special_ids)
     mark = next(iter(table.special_tokens), END_OF_TEXT)  # between documents nothing is merged
     with (
         progress_on_stderr() as progress,

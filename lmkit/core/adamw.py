@@ -132,17 +132,16 @@ def adamw_update(
         torch._foreach_mul_(params, scalars.kept)  # w = (1 - lr decay) w
     denominators = torch._foreach_sqrt(squares)
     torch._foreach_add_(denominators, scalars.eps)  # sqrt(v) + eps
-    torch._foreach_addcdiv_(
-        params, means, denominators, scalars.rate
-    )  # w -= lr m / (sqrt(v) + eps), corrected
+    # w -= lr m / (sqrt(v) + eps), with both bias corrections
+    torch._foreach_addcdiv_(params, means, denominators, scalars.rate)
 
 
 def decay_groups(params: Iterable[Tensor], weight_decay: float) -> list[dict[str, Any]]:
     """Return two parameter groups: matrices with weight decay, vectors (gains of norms, biases) without.
 
     Decay would pull a gain to zero, away from its neutral value of one. Parameters that need no gradient are left
-    out, and so are empty groups. A rank's flat part of a parameter counts by its
-    attribute `whole_dim`, the dimensions of the whole.
+    out, and so are empty groups. A rank's flat part of a parameter counts by its attribute `whole_dim`, the
+    dimensions of the whole.
     """
     matrices: list[Tensor] = []
     vectors: list[Tensor] = []

@@ -257,11 +257,11 @@ def on_gradient(
 ) -> RemovableHandle:
     """Call the bound `method(parameter)` whenever a backward pass has completed the parameter's gradient.
 
-    Args:
-        index: given in place of the parameter; a number is found faster in tables.
-
     The hook refers to the method's object weakly. PyTorch holds hooks where Python's garbage collector does not look:
     a strong reference would keep the object, with its model and optimizer state, until the process ends.
+
+    Args:
+        index: passed in place of the parameter, because hashing a parameter takes the host longer than a number.
     """
     reference = weakref.WeakMethod(method)
 

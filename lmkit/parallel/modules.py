@@ -193,7 +193,7 @@ def _refuse_unfrozen(frozen: list[nn.Parameter], owner: str) -> None:
     if count := len(frozen) - len(_frozen(frozen)):
         raise UsageError(
             "parallel.unfrozen",
-            f"{owner}: {count} parameters were frozen when it was made and require gradients now",
+            f"{owner}: parameters that were frozen when it was made require gradients now: {count}",
             hint=f"set requires_grad first, then make {owner}",
         )
 
