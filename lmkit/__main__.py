@@ -58,6 +58,10 @@ def main() -> None:
         from lmkit.cli.app import run_command_line
 
         code = run_command_line(sys.argv[1:])
+        # The work is done. A signal from now on ends the process without a traceback.
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is _interrupt:
+                signal.signal(number, signal.SIG_DFL)
     except KeyboardInterrupt:  # before or after the command: `run_command_line` handles those in it
         _exit_interrupted()
     if code == _INTERRUPTED:

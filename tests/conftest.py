@@ -58,6 +58,8 @@ def _registered() -> Iterator[None]:
     for registry, names in zip(REGISTRIES, before, strict=True):
         for name in {*registry.names} - {*names}:
             registry.unregister(name)
+    if bench := sys.modules.get("lmkit.cli.bench"):
+        bench.app.name_all()
     for path in PLUGINS:
         sys.modules.pop(f"lmkit_plugin_{path.stem}", None)
     PLUGINS.clear()

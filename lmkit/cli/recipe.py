@@ -29,22 +29,14 @@ def list_() -> Result:
 def show(recipe: str, set_: list[str] | None = None) -> Result:
     """Print a recipe with the meaning of every key.
 
-    Also prints the number of parameters of the model.
+    `lmkit plan RECIPE` counts the parameters of its model.
     """
     from lmkit.recipe.load import load_recipe
     from lmkit.recipe.reference import annotated_toml
-    from lmkit.tokenizer.vocabulary import vocabulary_of
 
     loaded = load_recipe(recipe, set_ or (), benches=True)
-    text, total, multiplying = annotated_toml(loaded), None, None
-    if loaded.model is not None and (vocab_size := vocabulary_of(loaded)) is not None:
-        from lmkit.model.accounting import count_parameters
-
-        counts = count_parameters(loaded.model.changed(vocab_size=vocab_size))
-        total, multiplying = counts.total, counts.multiplying
-        text = f"# parameters: {total:,} ({multiplying:,} multiply each token)\n{text}"
-    tables = loaded.model_dump(mode="json")
-    return Result(text, {"tables": tables, "parameters": total, "multiplying": multiplying, "text": text})
+    text = annotated_toml(loaded)
+    return Result(text, {"tables": loaded.model_dump(mode="json"), "text": text})
 
 
 @app.add("lmkit recipe validate my.toml")

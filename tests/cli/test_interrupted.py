@@ -41,3 +41,15 @@ def test_fault_16_ctrl_c_in_a_bench_is_130_and_one_line_that_says_where_its_rows
     assert "Traceback" not in err
     rows = [json.loads(line) for line in kept.read_text().splitlines()]
     assert {row["status"] for row in rows} == {"ok"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_after_the_work_ends_the_process_without_a_traceback(number):
+    code = (
+        "import atexit, os, sys\nfrom lmkit.__main__ import main\n"
+        f"atexit.register(os.kill, os.getpid(), {number:d})\n"
+        "sys.argv = ['lmkit', '--version']\nmain()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("lmkit ")
+    assert (done.returncode, done.stderr) == (-number, "")

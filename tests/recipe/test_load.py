@@ -192,6 +192,8 @@ modules = [name for name in sys.modules if name.partition(".")[0] == "lmkit"]
 assert len(modules) <= 12, modules
 assert not {"torch", "numpy", "lmkit.bench", "lmkit.measure"} & sys.modules.keys()
 load_recipe("bench_ddp_cpu", benches=True).bench_table("model")
+from lmkit.cli.app import run_command_line
+assert run_command_line(["recipe", "show", "quickstart"]) == 0
 assert not {"torch", "numpy", "matplotlib"} & sys.modules.keys()
 """
     subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True)

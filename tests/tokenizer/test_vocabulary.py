@@ -1,7 +1,5 @@
 """The vocabulary of a recipe's model, before anything is encoded."""
 
-import json
-
 import pytest
 
 from lmkit.recipe.load import load_recipe
@@ -9,14 +7,11 @@ from lmkit.tokenizer import Tokenizer
 from lmkit.tokenizer.vocabulary import required_model, vocabulary_of
 
 
-def test_fault_169_a_named_tokenizer_says_how_large_the_vocabulary_is(tmp_path, terminal):
+def test_fault_169_a_named_tokenizer_says_how_large_the_vocabulary_is(tmp_path):
     path = tmp_path / "tokenizer.json"
     Tokenizer.from_merges([(b"h", b"e")], ["<|endoftext|>"]).save(path)
-    named = f"tokenizer.path={path}"
-    assert required_model(load_recipe("finetune", [named]), command="plan").vocab_size == 258
-    shown = json.loads(terminal("recipe", "show", "finetune", "--set", named, "--json"))
-    asked = json.loads(terminal("recipe", "show", "finetune", "--set", "model.vocab_size=258", "--json"))
-    assert shown["parameters"] == asked["parameters"]
+    recipe = load_recipe("finetune", [f"tokenizer.path={path}"])
+    assert required_model(recipe, command="plan").vocab_size == 258
 
 
 @pytest.mark.parametrize(
