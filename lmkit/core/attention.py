@@ -6,6 +6,7 @@
 q is (batch, heads, num_queries, head_dim), k and v are (batch, kv_heads, num_keys, head_dim). `heads` is a multiple
 of `kv_heads`: query head h reads key head h // group. With `causal`, query i sees the keys j <= i. With `first`
 (batch or 1, num_queries), too, it sees the keys first[i] <= j <= i: windows and documents hide what came before.
+`first` holds indices of keys, and first[i] <= i: each query sees at least its own key.
 """
 
 from __future__ import annotations
@@ -146,25 +147,27 @@ def flash_forward(
     out = torch.zeros_like(q)
     lse = q.new_full(q.shape[:-1], -math.inf, dtype=accumulation_dtype(q))
 
-    for rows in tiles(q.shape[-2], QUERY_TILE):
-        q_tile = q[..., rows, :].to(lse.dtype)  # (..., tile, head_dim)
+    for queries in tiles(q.shape[-2], QUERY_TILE):
+        q_tile = q[..., queries, :].to(lse.dtype)  # (..., tile, head_dim)
         largest = lse.new_full((*q_tile.shape[:-1], 1), -math.inf)  # running maximum of the scores
         total = torch.zeros_like(largest)  # running sum of exp(score - largest)
         weighted = torch.zeros_like(q_tile)  # running sum of exp(score - largest) * v
-        for columns in visible_key_tiles(rows, k.shape[-2], causal, first):
-            scores = tile_scores(q_tile, k, rows, columns, causal, scale, first)  # (..., tile, key tile)
+        for keys in visible_key_tiles(queries, k.shape[-2], causal, first):
+            scores = tile_scores(q_tile, k, queries, keys, causal, scale, first)  # (..., tile, key tile)
             new_largest = torch.maximum(largest, scores.amax(dim=-1, keepdim=True))
-            if first is not None:  # a row that has seen no key yet: its sums stay zero
+            # A query that has seen no key yet has largest = -inf, and -inf - (-inf) is NaN. A finite maximum keeps
+            # its sums zero.
+            if first is not None:
                 new_largest = new_largest.clamp_min(torch.finfo(lse.dtype).min)
             p = torch.exp(scores - new_largest)  # (..., tile, key tile)
             # The sums so far are relative to the old maximum.
             shrink = torch.exp(largest - new_largest)
             total = total * shrink + p.sum(dim=-1, keepdim=True)
-            weighted = weighted * shrink + p @ v[..., columns, :].to(p.dtype)
+            weighted = weighted * shrink + p @ v[..., keys, :].to(p.dtype)
             largest = new_largest
         if k.shape[-2]:
-            out[..., rows, :] = (weighted / total).to(out.dtype)
-            lse[..., rows] = (largest + total.log()).squeeze(-1)
+            out[..., queries, :] = (weighted / total).to(out.dtype)
+            lse[..., queries] = (largest + total.log()).squeeze(-1)
     return out.reshape(shape), lse.reshape(shape[:-1])
 
 
@@ -183,8 +186,8 @@ def flash_backward(
 
     Shapes are those of `flash_forward`: dout as out; dq, dk and dv as q, k and v.
 
-    With P = exp(S - lse): dV = P^T dO; dP = dO V^T; dS = P * (dP - delta), delta = rowsum(dO * O);
-    dQ = dS K * scale; dK = dS^T Q * scale.
+    With P = exp(S - lse): dV = P^T dO; dP = dO V^T; dS = P * (dP - delta), the gradient of the softmax, with
+    delta = rowsum(P * dP) = rowsum(dO * O), which needs no P; dQ = dS K * scale; dK = dS^T Q * scale.
     """
     q_shape, k_shape = q.shape, k.shape
     if not q.numel():
@@ -196,18 +199,18 @@ def flash_backward(
     dv = torch.zeros_like(dk)
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)  # (batch, kv_heads, g, num_queries)
 
-    for rows in tiles(q.shape[-2], QUERY_TILE):
-        q_tile, dout_tile = q[..., rows, :].to(lse.dtype), dout[..., rows, :].to(lse.dtype)
-        for columns in visible_key_tiles(rows, k.shape[-2], causal, first):
-            k_tile, v_tile = k[..., columns, :].to(lse.dtype), v[..., columns, :].to(lse.dtype)
-            scores = tile_scores(q_tile, k, rows, columns, causal, scale, first)  # (..., tile, key tile)
-            p = torch.exp(scores - lse[..., rows, None])
+    for queries in tiles(q.shape[-2], QUERY_TILE):
+        q_tile, dout_tile = q[..., queries, :].to(lse.dtype), dout[..., queries, :].to(lse.dtype)
+        for keys in visible_key_tiles(queries, k.shape[-2], causal, first):
+            k_tile, v_tile = k[..., keys, :].to(lse.dtype), v[..., keys, :].to(lse.dtype)
+            scores = tile_scores(q_tile, k, queries, keys, causal, scale, first)  # (..., tile, key tile)
+            p = torch.exp(scores - lse[..., queries, None])
             dp = dout_tile @ v_tile.transpose(-2, -1)  # (..., tile, key tile)
-            ds = p * (dp - delta[..., rows, None])  # (..., tile, key tile)
-            dq[..., rows, :] += ds @ k_tile * scale
+            ds = p * (dp - delta[..., queries, None])  # (..., tile, key tile)
+            dq[..., queries, :] += ds @ k_tile * scale
             # The heads of a group share their keys: their gradients add up.
-            dk[..., columns, :] += (ds.transpose(-2, -1) @ q_tile).sum(dim=2, keepdim=True) * scale
-            dv[..., columns, :] += (p.transpose(-2, -1) @ dout_tile).sum(dim=2, keepdim=True)
+            dk[..., keys, :] += (ds.transpose(-2, -1) @ q_tile).sum(dim=2, keepdim=True) * scale
+            dv[..., keys, :] += (p.transpose(-2, -1) @ dout_tile).sum(dim=2, keepdim=True)
     dq, dk, dv = dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
     return dq.reshape(q_shape), dk.reshape(k_shape), dv.reshape(k_shape)
 
@@ -221,21 +224,21 @@ def grouped(x: Tensor, k: Tensor) -> Tensor:
 def tile_scores(
     q_tile: Tensor,
     k: Tensor,
-    rows: slice,
-    columns: slice,
+    queries: slice,
+    keys: slice,
     causal: bool,
     scale: float,
     first: Tensor | None = None,
 ) -> Tensor:
     """Return the masked, scaled scores of one tile, (..., tile, key tile)."""
-    scores = q_tile @ k[..., columns, :].to(q_tile.dtype).transpose(-2, -1) * scale
-    if causal and columns.stop - 1 > rows.start:  # the tile touches the diagonal
-        i = torch.arange(rows.start, rows.stop, device=k.device)[:, None]
-        j = torch.arange(columns.start, columns.stop, device=k.device)[None, :]
+    scores = q_tile @ k[..., keys, :].to(q_tile.dtype).transpose(-2, -1) * scale
+    if causal and keys.stop - 1 > queries.start:  # the tile touches the diagonal
+        i = torch.arange(queries.start, queries.stop, device=k.device)[:, None]
+        j = torch.arange(keys.start, keys.stop, device=k.device)[None, :]
         scores = scores.masked_fill(j > i, -math.inf)
     if first is not None:
-        j = torch.arange(columns.start, columns.stop, device=k.device)
-        scores = scores.masked_fill(j < first[:, None, None, rows, None], -math.inf)
+        j = torch.arange(keys.start, keys.stop, device=k.device)
+        scores = scores.masked_fill(j < first[:, None, None, queries, None], -math.inf)
     return scores
 
 
@@ -245,16 +248,16 @@ def tiles(length: int, size: int) -> Iterator[slice]:
 
 
 def visible_key_tiles(
-    rows: slice, num_keys: int, causal: bool, first: Tensor | None = None
+    queries: slice, num_keys: int, causal: bool, first: Tensor | None = None
 ) -> Iterator[slice]:
-    """Yield the tiles of keys that any query of `rows` sees.
+    """Yield the tiles of keys that any query of `queries` sees.
 
     With `causal`, the tiles after the last query are skipped. On a CPU, so are the tiles before the smallest `first`;
     on a GPU they are not, because the host would wait for the device to read it.
     """
-    start = int(first[:, rows].min()) if first is not None and first.device.type == "cpu" else 0
-    stop = min(num_keys, rows.stop) if causal else num_keys
-    return (columns for columns in tiles(stop, KEY_TILE) if columns.stop > start)
+    start = int(first[:, queries].min()) if first is not None and first.device.type == "cpu" else 0
+    stop = min(num_keys, queries.stop) if causal else num_keys
+    return (keys for keys in tiles(stop, KEY_TILE) if keys.stop > start)
 
 
 def accumulation_dtype(x: Tensor) -> torch.dtype:
@@ -327,7 +330,8 @@ def visible_keys(
 
 
 def check_first(q: Tensor, k: Tensor, first: Tensor, causal: bool) -> None:
-    """Raise ValueError unless `first` is (batch or 1, num_queries) and causal attention uses it."""
+    """Raise ValueError unless `first` is (batch or 1, num_queries) and causal attention uses it. first[i] <= i is not
+    checked: the host would wait for the device."""
     if not causal or k.shape[2] < q.shape[2]:
         raise ValueError("first= needs causal=True, and as many keys as queries")
     if first.dim() != 2 or first.shape[0] not in (1, q.shape[0]) or first.shape[1] != q.shape[2]:
@@ -335,10 +339,11 @@ def check_first(q: Tensor, k: Tensor, first: Tensor, causal: bool) -> None:
 
 
 def first_in_document(begins: Tensor) -> Tensor:
-    """Return the first token that each token sees if documents do not see one another: (batch, seq) int32.
+    """Return the first token that each token sees if documents are separate: (batch, seq) int32.
 
     Args:
-        begins: (batch, seq), True at the first token that a document's tokens see.
+        begins: (batch, seq), True at the token before a document's first one, usually an end-of-text token. It is the
+            first token that the document's tokens see.
     """
     places = torch.arange(begins.shape[1], device=begins.device, dtype=torch.int32)
     return torch.where(begins, places, 0).cummax(dim=1).values
@@ -352,7 +357,7 @@ def first_in_window(window: int | None, seq: int, device: torch.device) -> Tenso
 
 
 def zeros_like_queries(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return the output where no query sees a key: zeros, with q, k and v part of the graph."""
+    """Return the output if there are no keys, or no queries: zeros, with q, k and v part of the graph."""
     # All sums are 0: of empty slices (0 times an infinite query would be NaN), and of k and v, which have no elements
     # if the output has any.
     return torch.zeros_like(q) + (q[..., :0].sum() + k.sum() + v.sum())

@@ -31,7 +31,7 @@ def differentiable_once(name: str, *, instead: str) -> Callable[[Backward], Back
     def decorate(backward: Backward) -> Backward:
         @wraps(backward)
         def once(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-            # No later operation sent a gradient.
+            # No later operation sent a gradient. (The first one is usually there, and no loop runs.)
             if grads[0] is None and all(grad is None for grad in grads[1:]):
                 return (None,) * len(ctx.needs_input_grad)
             saved = ctx.saved_tensors

@@ -51,7 +51,8 @@ class Sampler:
             )
 
     def batch(self, step: int) -> Batch:
-        """Return this rank's (inputs, targets) of `step`, each int64 (accumulation, rows, context_length)."""
+        """Return this rank's (inputs, targets) of `step`, counted from 0; each int64 (accumulation, rows,
+        context_length)."""
         numbers = self.numbers_per_row
         # numpy promises that the streams of Philox and SeedSequence never change; the methods of `Generator` may.
         # The remainder of 64 bits modulo n is biased by n / 2**64, which is negligible.
@@ -67,13 +68,13 @@ class Sampler:
 
 @dataclass(kw_only=True, eq=False)
 class FileSampler(Sampler):
-    """Draw windows of a token file.
+    """Cut windows out of a token file. Subclasses draw where they start.
 
     Args:
         tokens: one-dimensional integer array, usually memory-mapped: only sampled windows are read.
         mask: one bit per token (`np.packbits`), whether it counts as a target; targets that do not are -1.
-        borders: positions at which documents begin. The input before each of them is given as its complement, for a
-            model with `separate_documents`: it predicts the document's first token. None: no input is.
+        borders: positions at which documents begin, for a model with `separate_documents`. The input before a border
+            predicts the document's first token, and is given as its complement, ~id. None: no input is.
 
     Raises:
         ValueError: there are fewer than `context_length + 1` tokens; they are not integers in one dimension; ranks x
@@ -218,7 +219,9 @@ def batch_of(
         starts: the position of the first input of each row.
         borders: positions at which documents begin, ascending.
     """
-    inputs = np.maximum(inputs, ~inputs)  # whether an input is a target does not matter
+    # Undo `marked`, which says what counts as a target. From here on, a negative input means that a document begins
+    # after it.
+    inputs = np.maximum(inputs, ~inputs)
     if borders is not None:
         for row, start in zip(inputs, starts, strict=True):
             low, high = np.searchsorted(borders, (start + 1, start + len(row) + 1))

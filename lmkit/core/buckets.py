@@ -82,6 +82,9 @@ class Work(Protocol):
 class PendingMean:
     """A reduction in flight; `wait` makes `results` the mean over the ranks and returns them.
 
+    In `average`, `results` is one flat tensor, and `wait` copies its parts back into the gradients. `lmkit.parallel`
+    has reductions of several collectives, and some that need no copy.
+
     Attributes:
         works: the collectives.
         divide_by: the number of ranks if they sum; 1 if they average.
@@ -143,8 +146,8 @@ class GradientBuckets:
 
     Attributes:
         buckets: the parameters of each bucket; empty before the first `finish`.
-        order: the parameters whose gradients became ready in this pass, in that order.
-        in_ready_order: all parameters in the order of the first pass; None before the first `finish`.
+        order: the parameters whose gradients became ready in this pass, in that order; a dict as an ordered set.
+        in_ready_order: all parameters, in the order of the first pass on rank 0; None before the first `finish`.
         is_paused: set it to accumulate gradients: no hook launches anything.
         pending: the reductions in flight.
     """
@@ -216,10 +219,9 @@ class GradientBuckets:
 
     def launch_rest(self) -> None:
         """Launch the remaining buckets and start over. Every gradient must be there. Collective."""
-        self._launch_while(lambda index: True)
         if self.in_ready_order is None:
             self.settle()
-            self._launch_while(lambda index: True)
+        self._launch_while(lambda index: True)
         self._start_over()
 
     def settle(self) -> None:
@@ -265,9 +267,9 @@ def on_gradient(
     """
     reference = weakref.WeakMethod(method)
 
-    def hook(parameter: nn.Parameter) -> None:
-        method = reference()
-        if method is not None:
-            method(parameter if index is None else index)
+    def hook(ready: nn.Parameter) -> None:
+        bound = reference()
+        if bound is not None:
+            bound(ready if index is None else index)
 
     return parameter.register_post_accumulate_grad_hook(hook)

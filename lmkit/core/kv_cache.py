@@ -81,9 +81,11 @@ def generate(
         ids: at least one token, and at most `context_length`.
 
     Raises:
-        ValueError: the model predicts NaN or infinity.
+        ValueError: the model predicts NaN or infinity; `ids` are longer than the context.
     """
     context = model.config.context_length
+    if ids.shape[1] > context:
+        raise ValueError(f"{ids.shape[1]} tokens are longer than the context of {context}")
     text, unread = ids, ids
     cache = KVCache(model, len(ids))
     seeds = seed + torch.arange(len(ids), device=ids.device)

@@ -142,8 +142,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     else:
                         grad_weight += grad_logits.t() @ of_targets
 
-        # Backward divides by the number of tokens that count: here the division would underflow float16 gradients,
-        # before the loss scale multiplies them.
+        # Backward divides by the number of tokens that count. A division here would underflow float16 gradients: the
+        # caller's loss scale reaches them as `grad` in backward.
         # `differentiable_once` needs an output among the saved tensors; the loss may be written to in place.
         empty = total.new_empty(0)
         ctx.set_materialize_grads(False)  # or autograd would allocate zeros as the gradient of `empty`

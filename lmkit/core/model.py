@@ -412,7 +412,7 @@ class SelfAttention(nn.Module):
                 out = cache.attend(self.layer, q, k, v)
             elif first is None:
                 out = self.attention(q, k, v, causal=True)
-            else:  # some kernels do not take it
+            else:  # some kernels have no argument `first`
                 out = self.attention(q, k, v, causal=True, first=first)
         return out.transpose(1, 2).flatten(2)
 
@@ -499,6 +499,7 @@ class TransformerLM(nn.Module):
         ValueError: the configuration has no vocabulary size.
     """
 
+    # Classes that `lmkit.model` replaces by its own
     Table: type[Embedding] = Embedding
     Stack: type[Layers] = Layers
     Block: type[TransformerBlock] = TransformerBlock
@@ -533,8 +534,8 @@ class TransformerLM(nn.Module):
     def hidden_states(self, ids: Tensor, cache: KVCache | None = None) -> Tensor:
         """Return the normalised input of the head: (batch, seq) ids -> (batch, seq, d_model).
 
-        With `separate_documents`, an id given as its complement, ~id, marks the token before a document's first
-        one, which it predicts. That document's tokens see it, and nothing earlier. With a cache, documents are not
+        With `separate_documents`, a negative id ~t is the token t, usually end-of-text, after which a document
+        begins. The attention of t and of that document's tokens starts at t. With a cache, documents are not
         separated.
 
         Raises:

@@ -155,10 +155,10 @@ class Muon(AdamW):
     def update(self, group: dict[str, Any], params: list[Tensor]) -> None:
         if not group.get("is_matrix"):
             return super().update(group, params)
-        states = [self.state[param] for param in params]
-        for param, state in zip(params, states, strict=True):
-            state.setdefault(MOMENTUM, torch.zeros_like(param))
-        means = [state[MOMENTUM] for state in states]
+        for param in params:
+            if MOMENTUM not in self.state[param]:
+                self.state[param][MOMENTUM] = torch.zeros_like(param)
+        means = [self.state[param][MOMENTUM] for param in params]
         grads = [param.grad for param in params if param.grad is not None]
         directions = directions_of(grads, means, group["momentum"])
         rate = group["lr"] * group["lr_ratio"]

@@ -17,7 +17,7 @@ def range_(name: str) -> AbstractContextManager:
     """
     if recorder is None:
         return nullcontext()  # torch.compile traces this one; a class of our own would break the graph
-    import torch
+    import torch  # not at the top: commands without torch import this file
 
     # A graph that is compiled runs later; a range would mark its tracing.
     return nullcontext() if torch.compiler.is_compiling() else recorder(name)

@@ -1,8 +1,8 @@
 """Learning-rate schedules: linear warm-up, then a curve down.
 
-A schedule is a pure function of `step`, which may be fractional: a run that is bounded by time passes
-`fraction_of_time_used * total_steps`. Updates count from 1: at step 0 the rate would be zero and the update would
-have no effect.
+A schedule is a pure function of `step`, the number of the update, counted from 1: at 0 the rate would be zero and the
+update would have no effect. (Batches are counted from 0: update i + 1 uses the batch i.) `step` may be fractional: a
+run that is bounded by time passes `fraction_of_time_used * total_steps`.
 """
 
 from __future__ import annotations

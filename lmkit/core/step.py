@@ -20,10 +20,10 @@ from lmkit.core.buckets import MIB, GradientBuckets
 
 
 class Sync:
-    """Average gradients over the ranks by buckets, if there is a process group.
+    """Average gradients over the ranks by buckets, if there is a process group. Make the group first.
 
     Args:
-        parameters: of the model, the same on every rank.
+        parameters: of the model, in the same order on every rank. The caller gives every rank equal initial values.
         capacity: bytes of a bucket.
     """
 
@@ -49,7 +49,7 @@ class Sync:
             self.buckets.finish()
 
     def clip_gradients(self, max_norm: float) -> Tensor:
-        """Scale the gradients to a global norm of at most `max_norm`; return the norm before that."""
+        """Scale the averaged gradients to a global norm of at most `max_norm`; return the norm before scaling."""
         return clip_gradients(self.parameters, max_norm)
 
 
@@ -84,6 +84,7 @@ class Step:
         """Make one step; return this rank's mean loss, a scalar.
 
         If a loss or gradient is not finite on any rank, weights and optimizer state stay untouched on all ranks.
+        After an exception, drop the gradients (`zero_grad`) and reset the buckets before the next step.
 
         Args:
             inputs, targets: (accumulation, rows, ...), a micro-batch each.
@@ -101,14 +102,15 @@ class Step:
     def accumulate(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Run forward and backward over the micro-batches; return the mean loss, a scalar."""
         total = torch.zeros((), device=inputs.device)
-        for index, (ids, wanted) in enumerate(zip(inputs, targets, strict=True)):
+        for index, (x, y) in enumerate(zip(inputs, targets, strict=True)):
             # Ranks communicate in the last backward pass only.
             with nullcontext() if index == len(inputs) - 1 else self.sync.no_sync():
-                total += self.backward(ids, wanted, index, len(inputs))
+                total += self.backward(x, y, index, len(inputs))
         return total / len(inputs)
 
     def backward(self, inputs: Tensor, targets: Tensor, index: int, count: int) -> Tensor:
-        """Backpropagate loss / count; return the loss. All micro-batches weigh the same.
+        """Backpropagate loss / count; return the loss. All micro-batches weigh the same, however many targets they
+        have.
 
         Args:
             index: of the micro-batch, of `count` in the step.
@@ -118,7 +120,7 @@ class Step:
         return loss.detach()
 
     def reduce(self) -> Tensor:
-        """Average the gradients over the ranks and clip them; return their norm before that."""
+        """Average the gradients over the ranks and clip them; return their norm before clipping."""
         self.sync.finish()
         return self.sync.clip_gradients(self.max_norm)
 
@@ -148,7 +150,8 @@ def clip_gradients(parameters: Tensor | Iterable[Tensor], max_norm: float) -> Te
         The norm before scaling, as a scalar tensor. If it is not finite, the gradients are of no use.
 
     Raises:
-        ValueError: `max_norm` is not positive; a parameter is one rank's part, with the attribute `whole_dim`.
+        ValueError: `max_norm` is not positive; a parameter has the attribute `whole_dim`, which
+            `lmkit.parallel.FSDP` sets on a rank's part of a parameter.
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else parameters
     parameters = list(parameters)
@@ -176,7 +179,8 @@ def gradient_norm(grads: list[Tensor]) -> Tensor:
         by_dtype.setdefault(grad.dtype, []).append(grad)
     wide = functools.reduce(torch.promote_types, by_dtype, torch.float32)
     norms: list[Tensor] = []
-    for dtype in sorted(by_dtype, key=str):  # PyTorch works on a list of mixed dtypes tensor by tensor
+    # PyTorch works on a list of mixed dtypes tensor by tensor. Sorted: the sum has one order on every rank.
+    for dtype in sorted(by_dtype, key=str):
         norms += torch._foreach_norm(by_dtype[dtype], 2, wide)
     return torch.linalg.vector_norm(torch.stack(norms))
 
@@ -185,11 +189,12 @@ def gradient_norm(grads: list[Tensor]) -> Tensor:
 def clip_for(
     optimizer: torch.optim.Optimizer | None, grads: list[Tensor], norm: Tensor, max_norm: float
 ) -> None:
-    """Let `optimizer` read gradients with a joint norm of at most `max_norm`.
+    """Scale gradients, whose joint norm is `norm`, to a norm of at most `max_norm`.
 
     Args:
-        optimizer: the next reader of the gradients (None: not known). If it has an attribute `gradient_factor`, as
-            `lmkit.optim.AdamW` does, only that is set; else `grads` are scaled in place, one pass over memory more.
+        optimizer: reads the gradients next. One with the attribute `gradient_factor`, such as `lmkit.optim.AdamW`,
+            multiplies by it while it reads, which saves a pass over memory. Any other, or None: `grads` are scaled in
+            place.
         grads: all gradients of the optimizer in this process.
         norm: joint norm of the gradients of all processes.
         max_norm: inf leaves the gradients as they are.
@@ -199,7 +204,7 @@ def clip_for(
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm must be positive, got {max_norm}")
-    # 1e-6: a norm of zero must not divide
+    # 1e-6 as in PyTorch's clip_grad_norm_
     factor = None if math.isinf(max_norm) else (max_norm / (norm + 1e-6)).clamp(max=1.0)
     if optimizer is not None and hasattr(optimizer, "gradient_factor"):
         optimizer.gradient_factor = factor

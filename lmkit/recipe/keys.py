@@ -1,4 +1,8 @@
-"""Read the keys of a recipe's tables from their source: types and docstrings, without importing pydantic."""
+"""Read the keys of a recipe's tables from their source: types and docstrings, without importing pydantic.
+
+The keys are declared in `tables.py`. Options of commands, such as `--lr` of `lmkit train`, are made from keys that a
+command names (`keys=` in `lmkit/cli`), options of a bench from its table.
+"""
 
 from __future__ import annotations
 

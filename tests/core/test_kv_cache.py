@@ -32,6 +32,11 @@ def test_equals_the_loop_without_a_cache_beyond_the_context(fields, sampling):
         assert made[row].tolist() == plain_text(model, prompt, 25, sampling, 7 + row)
 
 
+def test_a_prompt_beyond_the_context_is_refused():
+    with pytest.raises(ValueError, match="13 tokens are longer than the context of 12"):
+        kv_cache.generate(make_model(), torch.zeros(1, 13, dtype=torch.int64), 1)
+
+
 def test_texts_of_different_lengths_are_read_in_parts():
     """Each text has its own length in the cache; a part sees itself and all that came before."""
     model = make_model(num_kv_heads=2)
