@@ -408,10 +408,8 @@ def own_settings() -> Iterator[None]:
     finally:
         if backend is not None:
             os.environ["MPLBACKEND"] = backend
-    defaults: Any = {"text.parse_math": False}
-    for key, value in matplotlib.rcParamsDefault.items():
-        if "backend" not in key:
-            defaults.setdefault(key, value)
+    defaults: Any = {key: value for key, value in matplotlib.rcParamsDefault.items() if "backend" not in key}
+    defaults["text.parse_math"] = False
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", matplotlib.MatplotlibDeprecationWarning)  # of settings
         with matplotlib.rc_context(defaults):
