@@ -363,9 +363,8 @@ class TextStream:
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str, *, most: int, allow_special: bool) -> list[int]:
     """Return the ids of a prompt: at least one, and at most the last `most` (with a warning in the log)."""
-    ids = tokenizer.encode(
-        prompt, allowed_special="all" if allow_special else frozenset(), add_special_tokens=False
-    )
+    allowed: Any = "all" if allow_special else frozenset()
+    ids = tokenizer.encode(prompt, allowed_special=allowed, add_special_tokens=False)
     prefix = [*tokenizer.prefix]  # no suffix: the text goes on
     ids = ids if ids[: len(prefix)] == prefix else prefix + ids
     if not ids:
