@@ -77,15 +77,13 @@ class BucketedSync(Strategy):
     """
 
     buckets: AveragedBuckets
+    one_by_one = False
+    """Whether every parameter has a bucket of its own."""
 
     def _install(self) -> None:
         self._index_of = {parameter: index for index, parameter in enumerate(self.parameters)}
-        self.buckets = AveragedBuckets(
-            self.parameters, self._capacity(), self._averager, self.config.reduce_dtype
-        )
-
-    def _capacity(self) -> int:
-        return int(self.config.bucket_mb * MIB)
+        capacity = 0 if self.one_by_one else int(self.config.bucket_mb * MIB)
+        self.buckets = AveragedBuckets(self.parameters, capacity, self._averager, self.config.reduce_dtype)
 
     def _without_gradient(self) -> list[int]:
         return [self._index_of[parameter] for parameter in self.buckets.without_gradient()]
@@ -139,8 +137,7 @@ class BucketedSync(Strategy):
 class OverlapSync(BucketedSync):
     """`bucketed` with one parameter per bucket."""
 
-    def _capacity(self) -> int:
-        return 0
+    one_by_one = True
 
 
 def split_step(

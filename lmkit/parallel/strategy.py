@@ -53,9 +53,8 @@ def build_strategy(strategy: str | ParallelConfig, ranks: Ranks) -> Strategy:
     if isinstance(strategy, str):
         strategy = ParallelConfig(strategy=STRATEGIES.entry(strategy).name)
     if mistakes := list(strategy_mistakes(strategy)):
-        raise UsageError(
-            "parallel.wrong_option", "; ".join(mistakes), hint="take the option out, or another strategy"
-        )
+        hint = "take the option out, or another strategy"
+        raise UsageError("parallel.wrong_option", "; ".join(mistakes), hint=hint)
     made = STRATEGIES.load(strategy.strategy)(ranks, strategy)
     if not isinstance(made, Strategy):
         raise wrong_result(STRATEGIES, strategy.strategy, f"{type(made).__name__}, no Strategy")
