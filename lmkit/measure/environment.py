@@ -25,12 +25,7 @@ LAUNCH_QUEUES_VARIABLE = "CUDA_SCALE_LAUNCH_QUEUES"
 """Launches that the driver takes before the CPU has to wait: "4x" is four times its default."""
 PACKAGES = ("torch", "triton", "numpy", "tokenizers", "tiktoken", "transformers")
 GPU_STATE_FIELDS = (
-    "clocks.sm",
-    "clocks.mem",
-    "clocks.max.sm",
-    "temperature.gpu",
-    "power.draw",
-    "power.limit",
+    *("clocks.sm", "clocks.mem", "clocks.max.sm", "temperature.gpu", "power.draw", "power.limit"),
     "clocks_throttle_reasons.active",
 )
 

@@ -222,12 +222,8 @@ def _groups(world: dist.ProcessGroup, count: int, timeout_s: float) -> dict[str,
     found: dict[str, Any] = {"gathers": None}  # the default group
     if len(copies) > 1:
         members |= {"gathers": copies, "replicas": [ranks[index::count] for index in range(count)]}
-    for name, groups in members.items():
-        for group in groups:
-            # Every rank takes part in making each group.
-            made = dist.new_group(group, timeout=timedelta(seconds=timeout_s))
-            if world.rank() in group:
-                found[name] = made
+    for name, groups in members.items():  # every rank takes part in making each group
+        found[name], _ = dist.new_subgroups_by_enumeration(groups, timeout=timedelta(seconds=timeout_s))
     return found
 
 

@@ -108,7 +108,6 @@ def summarize(trace: Trace, *, skip_steps: int = 1) -> dict[str, Any]:
     inside = [entry for entry in trace.ranges if start <= entry.start and entry.end <= end]
     ranges = _summarize_ranges(inside, calls, waits, work)
     by_base = {base_name(entry["name"]): entry for entry in ranges}
-    launches = {name: by_base[name]["launches"] if name in by_base else None for name in (STEP, FORWARD)}
     busy = None if lost or not trace.work else _mean_share(trace.work, lambda item: item.device, start, end)
     dispatch_share = wait_share = None
     if calls is not None:
@@ -135,8 +134,8 @@ def summarize(trace: Trace, *, skip_steps: int = 1) -> dict[str, Any]:
         "steps": len(counted),
         "launches": None if calls is None else sum(call.is_launch for call in calls),
         "kernels": None if work is None else sum(item.kind == "kernel" for item in work),
-        "launches_per_forward": launches[FORWARD],
-        "launches_per_step": launches[STEP],
+        "launches_per_forward": by_base.get(FORWARD, {}).get("launches"),
+        "launches_per_step": by_base.get(STEP, {}).get("launches"),
         "gpu_busy_share": busy,
         "gpu_idle_share": None if busy is None else 1.0 - busy,
         "undisturbed_gpu_share": undisturbed_share,
