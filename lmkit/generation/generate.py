@@ -117,13 +117,9 @@ def generate(
     stops = limits["stops"]
 
     def made(number: int) -> Generation:
-        return Generation(
-            prompts[number],
-            tokenizer.decode(tokens[number]),
-            tuple(tokens[number]),
-            number in ended,
-            tuple(logprobs[number][: len(tokens[number])]) if options.logprobs else None,
-        )
+        ids = tuple(tokens[number])
+        of_ids = tuple(logprobs[number][: len(ids)]) if options.logprobs else None
+        return Generation(prompts[number], tokenizer.decode(ids), ids, number in ended, of_ids)
 
     finished: dict[int, Generation] = {}
     try:

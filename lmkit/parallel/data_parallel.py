@@ -195,12 +195,10 @@ class FlatSync(Strategy):
     """After the backward pass, copy all gradients of a device and dtype into one tensor and all-reduce that."""
 
     def _reduce(self, unused: Sequence[int], *, wait: bool) -> Sequence[int]:
-        pending = [
-            average_bucket(
-                bucket, self._averager, reduce_dtype_for(bucket[0].dtype, self.config.reduce_dtype), pack=True
-            )
-            for bucket in fill_buckets(self.parameters, capacity=sys.maxsize)
-        ]
+        pending = []
+        for bucket in fill_buckets(self.parameters, capacity=sys.maxsize):
+            reduce_dtype = reduce_dtype_for(bucket[0].dtype, self.config.reduce_dtype)
+            pending.append(average_bucket(bucket, self._averager, reduce_dtype, pack=True))
         for mean in pending:
             mean.wait()
         return unused_everywhere(unused, len(self.parameters), self.ranks, self.traffic)
