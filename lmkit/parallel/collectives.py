@@ -187,7 +187,8 @@ def sum_over_ranks(numbers: torch.Tensor, ranks: Ranks) -> torch.Tensor:
 def norm_over_ranks(norm: torch.Tensor, averager: Averager | None) -> torch.Tensor:
     """Return the joint norm of the shards of all ranks of a group; this rank's have the norm `norm`. Collective.
 
-    averager: of the group; None if this rank is alone.
+    Args:
+        averager: of the group; None if this rank is alone.
     """
     square = norm.square()
     if averager is not None and averager.ranks.world_size > 1:

@@ -33,14 +33,7 @@ from lmkit.parallel.collectives import norm_over_ranks, reduce_dtype_for, unused
 from lmkit.parallel.gather import Links, link, reads_peers
 from lmkit.parallel.ranks import Ranks
 from lmkit.parallel.shards import FlatShards, ShardedState, forget_capture
-from lmkit.parallel.strategy import (
-    MakeOptimizer,
-    Strategy,
-    broadcast_tensors,
-    check_same_model,
-    forward_units,
-    trainable_parameters,
-)
+from lmkit.parallel.strategy import MakeOptimizer, Strategy, forward_units
 from lmkit.recipe.tables import ParallelConfig
 from lmkit.registry import STRATEGIES
 
@@ -109,15 +102,10 @@ class Fsdp(Strategy):
     # Shard the model
 
     def attach(self, model: nn.Module, *, fingerprint: str = "") -> nn.Module:
-        self._model = model
-        is_on_meta = any(parameter.is_meta for parameter in model.parameters())
-        if self.ranks.world_size > 1:
-            check_same_model(model, self.ranks, fingerprint)
+        is_on_meta = _is_on_meta(model)
+        super().attach(model, fingerprint=fingerprint)
         if is_on_meta:
             leave_meta(model, self.ranks.device)
-        elif self.ranks.world_size > 1:
-            broadcast_tensors(model.named_buffers())
-        self.parameters = trainable_parameters(model)
         layers = list(forward_units(model))
         if self.ranks.world_size > 1:
             self._link(len(layers))
@@ -136,6 +124,9 @@ class Fsdp(Strategy):
         self._hook_into(model)
         self.refresh()
         return model
+
+    def _of_first(self, model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+        return () if _is_on_meta(model) else model.named_buffers()
 
     def _link(self, num_layers: int) -> None:
         within, weights = self._links.ranks, self.config.weights
@@ -394,6 +385,10 @@ class Fsdp(Strategy):
 
 def _wrong(option: str, hint: str) -> UsageError:
     return UsageError("parallel.wrong_option", f"parallel.options.{option}", hint=hint)
+
+
+def _is_on_meta(model: nn.Module) -> bool:
+    return any(parameter.is_meta for parameter in model.parameters())
 
 
 def _differentiable(values: Any) -> list[torch.Tensor]:

@@ -111,7 +111,7 @@ class Strategy(Sync):
         self.parameters = trainable_parameters(model)
         if self.ranks.world_size > 1 and self.averages:
             check_same_model(model, self.ranks, fingerprint)
-            broadcast_tensors((*model.named_parameters(), *model.named_buffers()))
+            broadcast_tensors(self._of_first(model))
             self._averager = Averager(self.ranks, self.traffic)
             self._install()
         return model
@@ -195,6 +195,10 @@ class Strategy(Sync):
 
     def _install(self) -> None:
         """Install hooks; called only if there is more than one rank."""
+
+    def _of_first(self, model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+        """Return the tensors of which every rank takes rank 0's values in `attach`."""
+        return (*model.named_parameters(), *model.named_buffers())
 
     def _without_gradient(self) -> list[int]:
         """Return the indices of the parameters that have no gradient on this rank."""

@@ -151,7 +151,7 @@ def summarize(trace: Trace, *, skip_steps: int = 1) -> dict[str, Any]:
 
 
 def _cause(item: Call | DeviceWork) -> tuple[int, int]:
-    """Return what links a call to the work that it causes."""
+    """Return the process and the correlation, which link a call to the work that it causes."""
     return item.process, item.correlation
 
 
