@@ -205,10 +205,8 @@ class Decoder:
             return
         logits = plain_rules(logits, self.rules)
         tokens = draw(logits, self.state.seeds, self.state.number, self.sampling)
-        chosen = log_probabilities(logits, tokens).to(torch.float32) if self.logprobs else None
-        plain_advance(
-            self._view(tokens), *self._views, self.most, None if chosen is None else self._view(chosen)
-        )
+        chosen = self._view(log_probabilities(logits, tokens).to(torch.float32)) if self.logprobs else None
+        plain_advance(self._view(tokens), *self._views, self.most, chosen)
 
     def next_logits(self, longest: int) -> Tensor:
         """Return the logits of every row's next token, (rows, vocab_size): the model reads the newest of each row."""
@@ -291,11 +289,8 @@ class CPUStep:
         longest = int(place.max()) + 1
         turns = self.turns[place][:, None]  # (rows, 1, head_dim / 2)
         hidden = {window: self.hidden(longest, window) for window in set(cache.windows)}
-        all_keys = cache.keys[:, :, :, :longest].unbind()
-        all_values = cache.values[:, :, :, :longest].unbind()
-        for layer, window, old_keys, old_values in zip(
-            self.layers, cache.windows, all_keys, all_values, strict=True
-        ):
+        seen = cache.keys[:, :, :, :longest].unbind(), cache.values[:, :, :, :longest].unbind()
+        for layer, window, old_keys, old_values in zip(self.layers, cache.windows, *seen, strict=True):
             gain1, qkv, bias, output, gain2, gate_up, down, qk_gain, keys, values = layer
             self.norm(gain1)
             torch.mm(normed, qkv, out=self.qkv)
@@ -425,9 +420,7 @@ def kernel_step_needs(model: TransformerLM, rows: int) -> tuple[int, int]:
     return kept, copies + (1 + buckets) * alive
 
 
-def check_memory(
-    model: TransformerLM, rows: int, sampling: Sampling, *, kernels: bool, fp8: bool = False
-) -> None:
+def check_memory(model: TransformerLM, rows: int, sampling: Sampling, *, kernels: bool, fp8: bool) -> None:
     """Raise if the device's free memory has no room for these rows."""
     device = model.lm_head.weight.device
     if device.type == "cuda":
@@ -448,9 +441,7 @@ def check_memory(
 
 def does_not_fit(why: str, fits: int) -> LmkitError:
     """Return the error that says which batch fits."""
-    hint = (
-        f"set generate.batch_size to at most {fits}"
-        if fits
-        else "use a smaller model, a shorter context (lmkit import --context-length), or more memory"
-    )
+    hint = "use a smaller model, a shorter context (lmkit import --context-length), or more memory"
+    if fits:
+        hint = f"set generate.batch_size to at most {fits}"
     return LmkitError("generate.out_of_memory", f"generate.batch_size: {why}", hint=hint)

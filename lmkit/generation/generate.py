@@ -117,13 +117,9 @@ def generate(
     stops = limits["stops"]
 
     def made(number: int) -> Generation:
-        return Generation(
-            prompts[number],
-            tokenizer.decode(tokens[number]),
-            tuple(tokens[number]),
-            number in ended,
-            tuple(logprobs[number][: len(tokens[number])]) if options.logprobs else None,
-        )
+        ids = tuple(tokens[number])
+        of_ids = tuple(logprobs[number][: len(ids)]) if options.logprobs else None
+        return Generation(prompts[number], tokenizer.decode(ids), ids, number in ended, of_ids)
 
     finished: dict[int, Generation] = {}
     try:
@@ -363,9 +359,8 @@ class TextStream:
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str, *, most: int, allow_special: bool) -> list[int]:
     """Return the ids of a prompt: at least one, and at most the last `most` (with a warning in the log)."""
-    ids = tokenizer.encode(
-        prompt, allowed_special="all" if allow_special else frozenset(), add_special_tokens=False
-    )
+    allowed: Any = "all" if allow_special else frozenset()
+    ids = tokenizer.encode(prompt, allowed_special=allowed, add_special_tokens=False)
     prefix = [*tokenizer.prefix]  # no suffix: the text goes on
     ids = ids if ids[: len(prefix)] == prefix else prefix + ids
     if not ids:

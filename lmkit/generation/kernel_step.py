@@ -12,16 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lmkit.kernels.decode.attention import attend_space, prepare_attend
-from lmkit.kernels.decode.products import (
-    NOTHING,
-    SLOTS,
-    Matrix,
-    Stream,
-    parts_of,
-    prepare_product,
-    tile_of,
-    to_fp8,
-)
+from lmkit.kernels.decode.products import NOTHING, SLOTS, Stream, parts_of, prepare_product, tile_of, to_fp8
 from lmkit.kernels.decode.rows import MOST_ROWS
 from lmkit.kernels.decode.sampling import prepare_advance, prepare_rules
 from lmkit.kernels.launch import capability, recording, selected
@@ -30,6 +21,7 @@ from lmkit.kernels.swiglu import swiglu
 
 if TYPE_CHECKING:
     from lmkit.generation.decoder import Decoder
+    from lmkit.kernels.decode.products import Matrix
 
 SMALLEST_BUCKET = 256
 
@@ -110,41 +102,22 @@ class KernelStep:
         if weights.qk_gains is not None or weights.qkv_bias is not None:
             sizes = {"head_dim": config.head_dim, "kv_heads": config.kv_heads, "eps": self.eps}
             launches.append(prepare_heads_norm(self.qkv, weights.qk_gains, weights.qkv_bias, **sizes))
-        attend = prepare_attend(
-            self.qkv,
-            decoder.cache.keys[layer],
-            decoder.cache.values[layer],
-            decoder.state.place,
-            decoder.model.rope.cos_sin,
-            self.attended,
-            self.space,
-            longest=bucket,
-            window=decoder.cache.windows[layer],
-            pdl=self.pdl and self.few and not launches,
-        )
-        return [*launches, attend]
+        read = self.qkv, decoder.cache.keys[layer], decoder.cache.values[layer], decoder.state.place
+        prepare = partial(prepare_attend, longest=bucket, window=decoder.cache.windows[layer])
+        pdl = self.pdl and self.few and not launches
+        return [*launches, prepare(*read, decoder.model.rope.cos_sin, self.attended, self.space, pdl=pdl)]
 
     def _advance(self) -> Callable[[], None]:
         decoder = self.decoder
-        return prepare_advance(
-            self.logits,
-            self.best,
-            decoder.state,
-            decoder.rules,
-            decoder.model.token_embeddings.weight,
-            self.gains[0],
-            self.stream,
-            self.parts,
-            sampling=decoder.sampling,
-            most=decoder.most,
-            logprobs=decoder.logprobs,
-            pdl=self.pdl and self.few,
-        )
+        drawn_from = self.logits, self.best, decoder.state, decoder.rules
+        next_input = decoder.model.token_embeddings.weight, self.gains[0], self.stream, self.parts
+        prepare = partial(prepare_advance, most=decoder.most, logprobs=decoder.logprobs)
+        return prepare(*drawn_from, *next_input, sampling=decoder.sampling, pdl=self.pdl and self.few)
 
     def _few(self, bucket: int) -> Callable[[], None]:
         """Prepare the launches of a step of up to 16 rows."""
         stream, (rows, width) = self.stream, self.attended.shape
-        output_parts = parts_of(width, self.tile("output", rows, width))
+        parts = parts_of(width, self.tile("output", rows, width))  # of the product "output"
         product = partial(prepare_product, stream=stream, eps=self.eps, pdl=self.pdl)
         launches: list[Callable[[], None]] = []
         for layer, (qkv, output, gate_up, down) in enumerate(self.matrices):
@@ -153,15 +126,11 @@ class KernelStep:
                 product("qkv", stream.normed, qkv, self.qkv, num_parts=self.parts),
                 *self._attend(layer, bucket),
                 product("output", self.attended, output, stream.total, then="residual", gain=norm2),
-                product(
-                    "gate_up", stream.normed, gate_up, self.hidden, then="swiglu", num_parts=output_parts
-                ),
+                product("gate_up", stream.normed, gate_up, self.hidden, then="swiglu", num_parts=parts),
                 product("down", self.hidden, down, stream.total, then="residual", gain=next_norm),
             ]
-        rules: dict[str, Any] = {"rules": self.decoder.rules, "best": self.best}
-        head = product(
-            "head", stream.normed, self.head, self.logits, then="logits", num_parts=self.parts, **rules
-        )
+        then: dict[str, Any] = {"then": "logits", "rules": self.decoder.rules, "best": self.best}
+        head = product("head", stream.normed, self.head, self.logits, num_parts=self.parts, **then)
         launches += [head, self._advance()]
 
         def run() -> None:

@@ -41,20 +41,14 @@ class PromptCache(KVCache):
     mask for them.
 
     Args:
+        prefill: has the cache, the attention function, and the kernel that copies into rows, if there is one.
         rows: (texts) int64, the row of each text.
-        attention: the attention function; takes `first=` if the model has windows.
-        store: a kernel that copies into rows; None: PyTorch's operations.
     """
 
-    def __init__(
-        self,
-        cache: KVCache,
-        rows: Tensor,
-        attention: Callable[..., Tensor],
-        store: Callable[..., None] | None,
-    ) -> None:
+    def __init__(self, prefill: Prefill, rows: Tensor) -> None:
+        cache = prefill.decoder.cache
         self.keys, self.values, self.windows = cache.keys, cache.values, cache.windows
-        self.rows, self.attention, self.store = rows, attention, store
+        self.rows, self.attention, self.store = rows, prefill.attention, prefill.store
 
     def positions(self, seq: int) -> Tensor:
         """Return 0 ... seq - 1, (1, seq)."""
@@ -82,7 +76,12 @@ HEADER = 5
 
 class Prefill:
     """Read texts of 1 to `capacity` ids into rows of the cache, each into another row: `padded`, grouped and recorded
-    as the top of this file says, or each alone, without padding."""
+    as the top of this file says, or each alone, without padding.
+
+    Attributes:
+        attention: the attention function; takes `first=` if the model has windows.
+        store: a kernel that copies into rows; None: PyTorch's operations.
+    """
 
     def __init__(self, decoder: Decoder, *, padded: bool) -> None:
         self.decoder, self.padded = decoder, padded
@@ -172,8 +171,7 @@ class Prefill:
         state.seeds[row], state.number[row], state.done[row] = seed, number, done
         state.text[row, : ids.shape[1]] = ids
         if ids.shape[1] > 1 and not decoder.rereads:
-            cache = PromptCache(decoder.cache, row, self.attention, self.store)
             with suppress(AllStored):
-                decoder.model.hidden_states(ids[:, :-1], cache)
+                decoder.model.hidden_states(ids[:, :-1], PromptCache(self, row))
         if decoder.begin is not None:
             decoder.begin(row, ids.gather(1, last[:, None])[:, 0])

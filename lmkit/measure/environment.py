@@ -25,12 +25,7 @@ LAUNCH_QUEUES_VARIABLE = "CUDA_SCALE_LAUNCH_QUEUES"
 """Launches that the driver takes before the CPU has to wait: "4x" is four times its default."""
 PACKAGES = ("torch", "triton", "numpy", "tokenizers", "tiktoken", "transformers")
 GPU_STATE_FIELDS = (
-    "clocks.sm",
-    "clocks.mem",
-    "clocks.max.sm",
-    "temperature.gpu",
-    "power.draw",
-    "power.limit",
+    *("clocks.sm", "clocks.mem", "clocks.max.sm", "temperature.gpu", "power.draw", "power.limit"),
     "clocks_throttle_reasons.active",
 )
 
@@ -124,12 +119,10 @@ def _output_of(*command: str) -> str | None:
 # The first pattern that matches the device's name counts, so the special form factors come first.
 _DENSE_PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
     (r"\bB200\b", {"bf16": 2250e12, "fp16": 2250e12, "tf32": 1125e12, "fp32": 75e12}),
-    (r"\bGH200\b", {"bf16": 989e12, "fp16": 989e12, "tf32": 494e12, "fp32": 67e12}),
     (r"\bH200 NVL\b", {"bf16": 836e12, "fp16": 836e12, "tf32": 418e12, "fp32": 60e12}),
-    (r"\bH200\b", {"bf16": 989e12, "fp16": 989e12, "tf32": 494e12, "fp32": 67e12}),
     (r"\bH100 PCIe\b", {"bf16": 756e12, "fp16": 756e12, "tf32": 378e12, "fp32": 51e12}),
     (r"\bH100 NVL\b", {"bf16": 835e12, "fp16": 835e12, "tf32": 418e12, "fp32": 60e12}),
-    (r"\bH100\b", {"bf16": 989e12, "fp16": 989e12, "tf32": 494e12, "fp32": 67e12}),
+    (r"\b(GH200|H200|H100)\b", {"bf16": 989e12, "fp16": 989e12, "tf32": 494e12, "fp32": 67e12}),
     (r"\bA100\b", {"bf16": 312e12, "fp16": 312e12, "tf32": 156e12, "fp32": 19.5e12}),
     (r"\bL40S\b", {"bf16": 362e12, "fp16": 362e12, "tf32": 183e12, "fp32": 91.6e12}),
     (r"\bL4\b", {"bf16": 121e12, "fp16": 121e12, "tf32": 60e12, "fp32": 30.3e12}),

@@ -33,9 +33,8 @@ class Limits:
         if self.again is None:
             return
         found = self.again()
-        self.matmul_flops = {
-            dtype: max(rate, found.matmul_flops[dtype]) for dtype, rate in self.matmul_flops.items()
-        }
+        for dtype, rate in found.matmul_flops.items():
+            self.matmul_flops[dtype] = max(rate, self.matmul_flops[dtype])
         self.copy_bytes_per_s = max(self.copy_bytes_per_s, found.copy_bytes_per_s)
 
     def as_dict(self) -> dict[str, object]:
@@ -63,9 +62,8 @@ def measure_limits(device: torch.device | str, dtypes: Iterable[str]) -> Limits:
     if str(device) == "cpu" and (narrow := {"bf16", "fp16"} & rates.keys()):
         wide = rates["fp32"] if "fp32" in rates else measure_matmul_peak(device, "fp32")
         rates |= {dtype: max(rates[dtype], wide) for dtype in narrow}
-    return Limits(
-        device_name(device), rates, measure_copy_bandwidth(device), partial(measure_limits, device, dtypes)
-    )
+    again = partial(measure_limits, device, dtypes)
+    return Limits(device_name(device), rates, measure_copy_bandwidth(device), again)
 
 
 @contextmanager

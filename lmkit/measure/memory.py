@@ -125,9 +125,8 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     that differently)."""
     import torch
 
-    return isinstance(error, torch.OutOfMemoryError) or bool(
-        re.search(r"CUDA\b.*: out of memory", str(error).partition("\n")[0])
-    )
+    in_first_line = re.match(r".*CUDA\b.*: out of memory", str(error))
+    return isinstance(error, torch.OutOfMemoryError) or in_first_line is not None
 
 
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")

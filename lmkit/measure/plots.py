@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lmkit.measure.tables import Column, Row, Rows
+from lmkit.measure.tables import Column, Row, Rows, grouped
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -143,24 +143,22 @@ def line_panels(
     functions of a row; without `kind` each group has a style of its own.
     """
     panel_of, group_of, kind_of = _named(panel), _named(group), _named(kind) if kind else lambda row: ""
-    panels = list(dict.fromkeys(map(panel_of, rows))) or [""]
+    panels = grouped(rows, panel_of) or {"": []}
     names = list(dict.fromkeys((group_of(row), kind_of(row)) for row in rows))
     groups, kinds = (list(dict.fromkeys(name[part] for name in names)) for part in (0, 1))
     found = [row for row in rows if row.get(column.key) is not None]
+    line_of = grouped(found, lambda row: (panel_of(row), group_of(row), kind_of(row)))
     figure = blank_figure(max(8.0, 1.4 + 3.7 * len(panels)), 4.8)
     figure.suptitle(textwrap.fill(title, int(11 * figure.get_figwidth())), fontsize=11)
     drawn = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-    for axes, panel_name in zip(drawn, panels, strict=True):
+    for axes, (panel_name, members) in zip(drawn, panels.items(), strict=True):
         _dress(axes, panel_name, x_label, "")
-        members = [row for row in rows if panel_of(row) == panel_name]
         for name in dict.fromkeys((group_of(row), kind_of(row)) for row in members):
             index = groups.index(name[0])
             style = kinds.index(name[1]) if kind else 0
             mark = style if kind else index
             look = {"linestyle": STYLES[style % len(STYLES)], "marker": MARKERS[mark % len(MARKERS)]}
-            line = [
-                row for row in found if (panel_of(row), group_of(row), kind_of(row)) == (panel_name, *name)
-            ]
+            line = line_of.get((panel_name, *name), [])
             points = sorted((row[x], row[column.key]) for row in line)
             _curve(axes, points, ", ".join(filter(None, name)), index, **look)
             for row in line:
@@ -408,10 +406,8 @@ def own_settings() -> Iterator[None]:
     finally:
         if backend is not None:
             os.environ["MPLBACKEND"] = backend
-    defaults: Any = {"text.parse_math": False}
-    for key, value in matplotlib.rcParamsDefault.items():
-        if "backend" not in key:
-            defaults.setdefault(key, value)
+    defaults: Any = {key: value for key, value in matplotlib.rcParamsDefault.items() if "backend" not in key}
+    defaults["text.parse_math"] = False
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", matplotlib.MatplotlibDeprecationWarning)  # of settings
         with matplotlib.rc_context(defaults):

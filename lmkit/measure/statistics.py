@@ -193,9 +193,8 @@ def compare_runs(
 def _log_quartile(samples: Sequence[float]) -> tuple[float, float]:
     """Return the logarithm of the lower quartile, and its standard error from the order statistics around it."""
     step = math.sqrt(0.25 * 0.75 / len(samples))
-    low, middle, high = (
-        math.log(quantile(samples, max(0.0, min(1.0, at)))) for at in (0.25 - step, 0.25, 0.25 + step)
-    )
+    fractions = max(0.0, 0.25 - step), 0.25, min(1.0, 0.25 + step)
+    low, middle, high = (math.log(quantile(samples, fraction)) for fraction in fractions)
     return middle, (high - low) / 2.0
 
 

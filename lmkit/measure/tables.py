@@ -125,10 +125,8 @@ def terminal_table(rows: Sequence[Row], columns: Sequence[Column], *, width: int
         width = TERMINAL_WIDTH if sys.stdout is not None and sys.stdout.isatty() else sys.maxsize
     right = [column.is_numeric(rows) for column in columns]
     cells = _cells(rows, columns)
-    content = [max(map(len, texts), default=0) for texts in zip(*cells[1:], strict=True)] or [0] * len(
-        columns
-    )
-    widths = [max(len(header), longest) for header, longest in zip(cells[0], content, strict=True)]
+    widths = [max(map(len, texts)) for texts in zip(*cells, strict=True)]
+    content = [max(map(len, texts), default=0) for _, *texts in zip(*cells, strict=True)]
     least_of_headers = [max(8, longest) for longest in content]
     least_of_text = [max(4, longest) if number else 4 for longest, number in zip(content, right, strict=True)]
     room = width - 2 * (len(columns) - 1)
@@ -136,18 +134,11 @@ def terminal_table(rows: Sequence[Row], columns: Sequence[Column], *, width: int
         while sum(widths) > room and (wider := [i for i, own in enumerate(widths) if own > least[i]]):
             widths[max(wider, key=widths.__getitem__)] -= 1
 
-    def line_of(texts: Sequence[str]) -> str:
-        cut = [
-            text if len(text) <= most else text[: most - 1] + "…"
-            for text, most in zip(texts, widths, strict=True)
-        ]
-        parts = [
-            text.rjust(most) if to_right else text.ljust(most)
-            for text, most, to_right in zip(cut, widths, right, strict=True)
-        ]
-        return "  ".join(parts).rstrip()
+    def fitted(text: str, most: int, to_right: bool) -> str:
+        cut = text if len(text) <= most else text[: most - 1] + "…"
+        return cut.rjust(most) if to_right else cut.ljust(most)
 
-    lines = [line_of(texts) for texts in cells]
+    lines = ["  ".join(map(fitted, texts, widths, right)).rstrip() for texts in cells]
     return "\n".join([lines[0], "  ".join("-" * most for most in widths), *lines[1:]]) + "\n"
 
 

@@ -105,15 +105,7 @@ class CudaEventClock(Clock):
         cycles = 2_000_000
         with torch.cuda.device(device):
             torch.cuda._sleep(cycles)
-            self._cycles_per_ms = cycles / self._enclose(lambda: torch.cuda._sleep(cycles))
-
-    def _enclose(self, work: Work) -> float:
-        start, end = self._cuda.Event(enable_timing=True), self._cuda.Event(enable_timing=True)
-        start.record()
-        work()
-        end.record()
-        self._cuda.synchronize(self._device)
-        return start.elapsed_time(end)
+            self._cycles_per_ms = cycles / _between_events(lambda: torch.cuda._sleep(cycles), 1, device)
 
     def sample_ms(self, work: Work, calls: int, *, before: Sequence[Work] = ()) -> float:
         dispatch_ms = 0.0
@@ -131,12 +123,25 @@ class CudaEventClock(Clock):
                     preparation()
                 self._cuda.synchronize(self._device)
                 self._cuda._sleep(int(self._hold_ms * self._cycles_per_ms))
-                elapsed_ms = self._enclose(all_calls)
+                elapsed_ms = _between_events(all_calls, 1, self._device)
                 # Where the device took ten times as long as the host, it never waited but for the first launch.
                 in_time = dispatch_ms <= max(self._hold_ms, elapsed_ms / 10)
                 if in_time or dispatch_ms > self._LONGEST_HOLD_MS:
                     return elapsed_ms
                 self._hold_ms = 1.5 * dispatch_ms
+
+
+def _between_events(work: Work, calls: int, device: torch.device) -> float:
+    """Return the milliseconds of `calls` calls in the stream, by a CUDA event before and after them."""
+    import torch
+
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(calls):
+        work()
+    end.record()
+    torch.cuda.synchronize(device)
+    return start.elapsed_time(end)
 
 
 class SteadyStateClock(Clock):
@@ -160,20 +165,11 @@ class SteadyStateClock(Clock):
             preparation()
         for _ in range(self._untimed):
             work()
-        if self._device.type != "cuda":
-            began = time.perf_counter()
-            for _ in range(self._steps):
-                work()
-            return calls * ((time.perf_counter() - began) * 1e3 / self._steps)
-        import torch
-
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        for _ in range(self._steps):
-            work()
-        end.record()
-        torch.cuda.synchronize(self._device)
-        return calls * (start.elapsed_time(end) / self._steps)
+        if self._device.type == "cuda":
+            elapsed_ms = _between_events(work, self._steps, self._device)
+        else:
+            elapsed_ms = Clock(now=time.perf_counter).sample_ms(work, self._steps)
+        return calls * (elapsed_ms / self._steps)
 
 
 def wall_clock(device: torch.device) -> Clock:
@@ -231,7 +227,7 @@ def time_variants(
     before = {name: preparations[name] + flush for name in variants}
     share = max_seconds / len(variants) if share_seconds else math.inf
     calls: dict[str, int] = {}
-    every: dict[str, int] = {}  # the variant joins rounds 0, every, 2 * every ...
+    every = dict.fromkeys(variants, 1)  # the variant joins rounds 0, every, 2 * every ...
     for name, work in variants.items():
         turn(name)
         began = time.monotonic()
@@ -242,7 +238,6 @@ def time_variants(
                 if time.monotonic() - began > share / 2:
                     break
             calls[name] = 1 if before[name] else _calls_per_sample(clock, work, min_sample_ms)
-            every[name] = 1
             if share < math.inf:
                 began = time.monotonic()
                 clock.sample_ms(work, calls[name], before=before[name])

@@ -112,9 +112,7 @@ _PATTERNS = {
 
 def kernel_class(name: str) -> str:
     """Return the class of a kernel, or of a CPU operator, by its name."""
-    return next(
-        (found for found, pattern in _PATTERNS.items() if re.search(pattern, name, re.IGNORECASE)), REST
-    )
+    return next((kind for kind, words in _PATTERNS.items() if re.search(words, name, re.IGNORECASE)), REST)
 
 
 def class_times(trace: Trace, steps: int) -> dict[str, float]:

@@ -75,9 +75,8 @@ class AdamW(core.AdamW):
                 raise ValueError(f"the state was made with {setting}=True, which this AdamW does not support")
         decays = [group for group in state_dict["param_groups"] if group["weight_decay"]]
         if any(group.get("decoupled_weight_decay") is False for group in decays):
-            raise ValueError(
-                "the state was made with weight decay in the gradient, as Adam has it, not AdamW"
-            )
+            wrong = "the state was made with weight decay in the gradient, as Adam has it, not AdamW"
+            raise ValueError(wrong)
         masters = {param for param, state in self.state.items() if MASTER in state}
         super().load_state_dict(state_dict)
         self._cohorts.clear()
@@ -141,7 +140,7 @@ class AdamW(core.AdamW):
         for count, alike in by_count.items():
             scalars = scalars_of(group, count)
             if in_one_pass:
-                self._update_in_one_pass(alike, scalars)
+                self._update_in_one_pass(alike, scalars, decided=None)
                 continue
             limit = SWEEP_ELEMENTS.get(alike[0].param.device.type, SWEEP_ELEMENTS["cuda"])
             sizes = map(Tensor.numel, map(attrgetter("param"), alike))
@@ -232,9 +231,7 @@ class AdamW(core.AdamW):
         torch._foreach_add_(counts, [made] * len(counts))  # the host would read a single tensor
         return list(before.values())
 
-    def _update_in_one_pass(
-        self, updates: list[Update], scalars: Scalars, decided: Tensor | None = None
-    ) -> None:
+    def _update_in_one_pass(self, updates: list[Update], scalars: Scalars, decided: Tensor | None) -> None:
         """Make the same update with one launch of a kernel."""
         from lmkit.kernels.adamw import AdamWLaunch  # imports Triton
 

@@ -81,14 +81,9 @@ class Muon(AdamW, core.Muon):
                 for sweep in sweeps(matrices, map(Tensor.numel, matrices), limit):
                     exacts, directions = self._directions(sweep, group["momentum"])
                     rate, decay = self._rates(group)
-                    move_matrices(
-                        exacts,
-                        directions,
-                        rate=rate,
-                        decay=decay if group["weight_decay"] else 0.0,
-                        iterations=group["iterations"],
-                        dtype=_dtype_of_products(directions[0].device, directions[0].dtype),
-                    )
+                    dtype = _dtype_of_products(directions[0].device, directions[0].dtype)
+                    how: dict[str, Any] = {"iterations": group["iterations"], "dtype": dtype}
+                    move_matrices(exacts, directions, rate=rate, decay=decay, **how)
                     if rounded := [param for param in sweep if MASTER in self.state[param]]:
                         torch._foreach_copy_(rounded, [self.state[param][MASTER] for param in rounded])
         if self.shards:
@@ -134,11 +129,13 @@ class Muon(AdamW, core.Muon):
 
     def _rates(self, group: dict[str, Any]) -> tuple[float | Tensor, float | Tensor]:
         """Return the learning rate of matrices and what share of them decays; both 0 if `decision` skips the step.
+        Without weight decay, the share is the number 0.
         The bits do not depend on whether the group's `lr` is a number or a float64 scalar on the device."""
         rate = group["lr"] * group["lr_ratio"]
         if self.decision is not None:
             rate = (rate * (self.decision != 0).to(torch.float32)).float()
-        return rate, rate * group["weight_decay"]
+        decay = rate * group["weight_decay"] if group["weight_decay"] else 0.0
+        return rate, decay
 
     def _update_shards(self, shards: list[MatrixShard]) -> None:
         updated = [[(p, where) for p, where in shard.pieces if p.grad is not None] for shard in shards]
@@ -173,8 +170,7 @@ class Muon(AdamW, core.Muon):
             scaled = rate * scale_of(rows, columns)
             for (_, param, own, in_matrix), change in zip(alike, changes, strict=True):
                 weight = self.state[param].get(MASTER, param)[own]
-                group = group_of[param]
-                move(weight, change.flatten()[in_matrix], scaled, decay if group["weight_decay"] else 0.0)
+                move(weight, change.flatten()[in_matrix], scaled, decay)
         copied = [param for param in params if param in self.copies]
         if copied:
             exacts = [self.state[param].get(MASTER, param) for param in copied]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -25,12 +25,9 @@ class WatchedBuckets(GradientBuckets):
         watches_all: whether every parameter has a hook. `order` is recorded only then.
     """
 
+    _has_paused = False
     _pass: int | None = None
-
-    def __init__(self, parameters: Iterable[nn.Parameter], capacity: int = 0) -> None:
-        self._has_paused = False
-        self._pass_ends: Callable[[], object] = lambda: None
-        super().__init__(parameters, capacity)
+    _pass_ends: Callable[[], object]
 
     def watch(self) -> None:
         super().watch()
@@ -39,15 +36,12 @@ class WatchedBuckets(GradientBuckets):
 
     def watch_ends(self) -> None:
         """Keep hooks on the first of all parameters, and on the last of each bucket in `in_ready_order`."""
-        if not self.in_ready_order:
+        if not (order := self.in_ready_order):
             return
         self.close()
         self.watches_all = False
-        position = {parameter: index for index, parameter in enumerate(self.in_ready_order)}
-        watched = [
-            self.in_ready_order[0],
-            *(max(bucket, key=position.__getitem__) for bucket in self.buckets),
-        ]
+        position = {parameter: index for index, parameter in enumerate(order)}
+        watched = [order[0], *(max(bucket, key=position.__getitem__) for bucket in self.buckets)]
         self._handles = [on_gradient(parameter, self._on_watched) for parameter in dict.fromkeys(watched)]
 
     def settle(self) -> None:

@@ -174,9 +174,7 @@ def on_any_rank(ranks: Ranks, *facts: bool) -> tuple[bool, ...]:
     kernels."""
     if ranks.world_size == 1:
         return facts
-    flags = torch.tensor(facts, dtype=torch.int32)
-    largest_on_any_rank(flags, ranks)
-    return tuple(map(bool, flags.tolist()))
+    return tuple(map(bool, largest_of_ranks(facts, ranks)))
 
 
 def sum_over_ranks(numbers: torch.Tensor, ranks: Ranks) -> torch.Tensor:
@@ -186,14 +184,16 @@ def sum_over_ranks(numbers: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     return numbers
 
 
-def norm_over_ranks(
-    norm: torch.Tensor, ranks: Ranks, traffic: Traffic, group: dist.ProcessGroup | None = None
-) -> torch.Tensor:
-    """Return the joint norm of all ranks' shards; this rank's have the norm `norm`. Collective."""
+def norm_over_ranks(norm: torch.Tensor, averager: Averager | None) -> torch.Tensor:
+    """Return the joint norm of the shards of all ranks of a group; this rank's have the norm `norm`. Collective.
+
+    Args:
+        averager: of the group; None if this rank is alone.
+    """
     square = norm.square()
-    if ranks.world_size > 1:
-        traffic.count(square.nbytes, ranks.world_size, passes=2)
-        dist.all_reduce(square, group=group)
+    if averager is not None and averager.ranks.world_size > 1:
+        averager.traffic.count(square.nbytes, averager.ranks.world_size, passes=2)
+        dist.all_reduce(square, group=averager.group)
     return square.sqrt()
 
 

@@ -77,15 +77,13 @@ class BucketedSync(Strategy):
     """
 
     buckets: AveragedBuckets
+    one_by_one = False
+    """Whether every parameter has a bucket of its own."""
 
     def _install(self) -> None:
         self._index_of = {parameter: index for index, parameter in enumerate(self.parameters)}
-        self.buckets = AveragedBuckets(
-            self.parameters, self._capacity(), self._averager, self.config.reduce_dtype
-        )
-
-    def _capacity(self) -> int:
-        return int(self.config.bucket_mb * MIB)
+        capacity = 0 if self.one_by_one else int(self.config.bucket_mb * MIB)
+        self.buckets = AveragedBuckets(self.parameters, capacity, self._averager, self.config.reduce_dtype)
 
     def _without_gradient(self) -> list[int]:
         return [self._index_of[parameter] for parameter in self.buckets.without_gradient()]
@@ -139,8 +137,7 @@ class BucketedSync(Strategy):
 class OverlapSync(BucketedSync):
     """`bucketed` with one parameter per bucket."""
 
-    def _capacity(self) -> int:
-        return 0
+    one_by_one = True
 
 
 def split_step(
@@ -198,12 +195,10 @@ class FlatSync(Strategy):
     """After the backward pass, copy all gradients of a device and dtype into one tensor and all-reduce that."""
 
     def _reduce(self, unused: Sequence[int], *, wait: bool) -> Sequence[int]:
-        pending = [
-            average_bucket(
-                bucket, self._averager, reduce_dtype_for(bucket[0].dtype, self.config.reduce_dtype), pack=True
-            )
-            for bucket in fill_buckets(self.parameters, capacity=sys.maxsize)
-        ]
+        pending = []
+        for bucket in fill_buckets(self.parameters, capacity=sys.maxsize):
+            reduce_dtype = reduce_dtype_for(bucket[0].dtype, self.config.reduce_dtype)
+            pending.append(average_bucket(bucket, self._averager, reduce_dtype, pack=True))
         for mean in pending:
             mean.wait()
         return unused_everywhere(unused, len(self.parameters), self.ranks, self.traffic)

@@ -33,14 +33,7 @@ from lmkit.parallel.collectives import norm_over_ranks, reduce_dtype_for, unused
 from lmkit.parallel.gather import Links, link, reads_peers
 from lmkit.parallel.ranks import Ranks
 from lmkit.parallel.shards import FlatShards, ShardedState, forget_capture
-from lmkit.parallel.strategy import (
-    MakeOptimizer,
-    Strategy,
-    broadcast_tensors,
-    check_same_model,
-    forward_units,
-    trainable_parameters,
-)
+from lmkit.parallel.strategy import MakeOptimizer, Strategy, forward_units
 from lmkit.recipe.tables import ParallelConfig
 from lmkit.registry import STRATEGIES
 
@@ -84,11 +77,9 @@ class Fsdp(Strategy):
         super().__init__(ranks, config)
         options = {**STRATEGIES.facts("fsdp").options, **config.options}
         self._reshards = options["reshard_after_forward"]
-        self._state_dtype = str(options["state_dtype"])
-        if self._state_dtype not in ("fp32", "bf16"):
-            raise _wrong(
-                f'state_dtype: "{self._state_dtype}" is no dtype of the state', 'use "fp32" or "bf16"'
-            )
+        self._state_dtype = named = str(options["state_dtype"])
+        if named not in ("fp32", "bf16"):
+            raise _wrong(f'state_dtype: "{named}" is no dtype of the state', 'use "fp32" or "bf16"')
         count = int(options["shard_ranks"]) or ranks.world_size
         if not 0 < count <= ranks.world_size or ranks.world_size % count:
             hint = "use the number of GPUs of a machine, or 0 for all ranks"
@@ -111,15 +102,10 @@ class Fsdp(Strategy):
     # Shard the model
 
     def attach(self, model: nn.Module, *, fingerprint: str = "") -> nn.Module:
-        self._model = model
-        is_on_meta = any(parameter.is_meta for parameter in model.parameters())
-        if self.ranks.world_size > 1:
-            check_same_model(model, self.ranks, fingerprint)
+        is_on_meta = _is_on_meta(model)
+        super().attach(model, fingerprint=fingerprint)
         if is_on_meta:
             leave_meta(model, self.ranks.device)
-        elif self.ranks.world_size > 1:
-            broadcast_tensors(model.named_buffers())
-        self.parameters = trainable_parameters(model)
         layers = list(forward_units(model))
         if self.ranks.world_size > 1:
             self._link(len(layers))
@@ -138,6 +124,9 @@ class Fsdp(Strategy):
         self._hook_into(model)
         self.refresh()
         return model
+
+    def _of_first(self, model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+        return () if _is_on_meta(model) else model.named_buffers()
 
     def _link(self, num_layers: int) -> None:
         within, weights = self._links.ranks, self.config.weights
@@ -187,8 +176,10 @@ class Fsdp(Strategy):
             layer.register_forward_hook(self._after_forward)
         kept = [flat for flat in self._flats if flat.kept]
         for module, flats in (*self._flats_of.items(), (model, kept)):
-            module.register_load_state_dict_pre_hook(lambda *_, flats=flats: self._lend(flats))
-            module.register_load_state_dict_post_hook(lambda *_, flats=flats: self._take_back(flats))
+            for flat in flats:
+                module.register_load_state_dict_pre_hook(lambda *_, flat=flat: flat.lend(flat.gather_state()))
+                module.register_load_state_dict_post_hook(lambda *_, flat=flat: flat.take_back())
+        model.register_load_state_dict_post_hook(lambda *_: self.refresh())
         model.register_state_dict_post_hook(lambda _, *found: self._give_weights(*found))
         for index, parameter in enumerate(self.parameters):
             on_gradient(parameter, self._on_gradient, index)
@@ -198,9 +189,7 @@ class Fsdp(Strategy):
     def refresh(self) -> None:
         """Free weights that were gathered before the shards changed; gather again those that stay. Collective."""
         for flat in self._flats:
-            flat.hide()
-            if flat.kept:
-                flat.open()
+            flat.spread()
 
     def wait_for_weights(self) -> None:
         """Gather all weights. Each stays until a layer uses it, or until the optimizer's next step."""
@@ -238,16 +227,6 @@ class Fsdp(Strategy):
         for name in state_dict:
             if name.startswith(prefix) and (plain := plain_name(name.removeprefix(prefix))) in weights:
                 state_dict[name] = weights[plain]
-
-    def _lend(self, flats: Iterable[FreedShards]) -> None:
-        for flat in flats:
-            flat.lend(flat.gather_state())
-
-    def _take_back(self, flats: Iterable[FreedShards]) -> None:
-        for flat in flats:
-            flat.take_back(of_first=False)
-            if flat.kept:
-                flat.open()
 
     def _hide_all(self) -> None:
         for flat in self._flats:
@@ -361,7 +340,7 @@ class Fsdp(Strategy):
     # The step
 
     def build_optimizer(self, make: MakeOptimizer, groups: Iterable[dict[str, Any]]) -> ShardedState:
-        self._sharded = ShardedState(make, groups, self._flats, self._links.ranks, self.refresh)
+        self._sharded = ShardedState(make, groups, self._flats, self._links.ranks)
         return self._sharded
 
     @torch.no_grad()
@@ -381,8 +360,7 @@ class Fsdp(Strategy):
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
         gradients = [flat.gradient for flat in self._flats if flat.gradient is not None]
         mine = gradient_norm(gradients).to(self.ranks.device)
-        of_copy = None if self._links.reductions is None else self._links.reductions.group
-        norm = norm_over_ranks(mine, self._links.ranks, self.traffic, of_copy)
+        norm = norm_over_ranks(mine, self._links.reductions)
         clip_for(self._sharded.inner, gradients, norm, max_norm)
         return norm
 
@@ -407,6 +385,10 @@ class Fsdp(Strategy):
 
 def _wrong(option: str, hint: str) -> UsageError:
     return UsageError("parallel.wrong_option", f"parallel.options.{option}", hint=hint)
+
+
+def _is_on_meta(model: nn.Module) -> bool:
+    return any(parameter.is_meta for parameter in model.parameters())
 
 
 def _differentiable(values: Any) -> list[torch.Tensor]:
@@ -491,20 +473,24 @@ class FreedShards(FlatShards):
         self._is_gathered = self._is_open = False
         self._weights.untyped_storage().resize_(0)
 
+    def spread(self) -> None:
+        self.hide()
+        if self.kept:
+            self.open()
+
     @torch.no_grad()
     def lend(self, whole: torch.Tensor | None = None) -> None:
         """Make the parameters views of `whole`, a result of `gather_state`, until `take_back`; None: of a new tensor
         with their present values."""
         if whole is None:
             whole = torch.zeros(self.size, dtype=self._given_dtype, device=self.shard.device)
-            for parameter, part in zip(self.parameters, self._parts(whole), strict=True):
-                part.copy_(parameter.detach())
+            torch._foreach_copy_(self._parts(whole), [p.detach() for p in self.parameters])
         self.hide()
         self._show(self._parts(whole))
         self._lent = whole
 
     @torch.no_grad()
-    def take_back(self, *, of_first: bool) -> None:
+    def take_back(self, *, of_first: bool = False) -> None:
         """Copy this rank's shard out of what `lend` showed; `of_first`: with rank 0's values, collectively."""
         assert self._lent is not None
         if of_first and self.links.gathers is not None:
@@ -528,12 +514,6 @@ class FreedShards(FlatShards):
     def wait_reduced(self) -> None:
         self.replicate()
         super().wait_reduced()
-
-    def notice_released(self) -> None:
-        """Forget the gradient where the `grad` of a piece was set to None."""
-        for piece in self.held() if self.gradient is not None else ():
-            if piece.part.grad is None:
-                self.gradient[piece.in_shard] = 0  # type: ignore[index]
 
 
 def absent(shape: torch.Size, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:

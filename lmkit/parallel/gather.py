@@ -86,10 +86,9 @@ class PeerGather(Gather):
     def allocate(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         taken = slice(self._used_bytes, self._used_bytes + num_elements * dtype.itemsize)
         self._used_bytes += aligned(num_elements * dtype.itemsize)
-        seen = [
-            bytes_of_rank[taken].view(dtype).chunk(len(self._ring)) for bytes_of_rank in self._memory.of_rank
-        ]
-        own = self._memory.of_rank[self._ranks.rank][taken].view(dtype)
+        flats = [memory[taken].view(dtype) for memory in self._memory.of_rank]
+        seen = [flat.chunk(len(flats)) for flat in flats]
+        own = flats[self._ranks.rank]
         self._copies[own] = [(seen[self._ranks.rank][other], seen[other][other]) for other in self._ring[1:]]
         return own
 
@@ -223,12 +222,8 @@ def _groups(world: dist.ProcessGroup, count: int, timeout_s: float) -> dict[str,
     found: dict[str, Any] = {"gathers": None}  # the default group
     if len(copies) > 1:
         members |= {"gathers": copies, "replicas": [ranks[index::count] for index in range(count)]}
-    for name, groups in members.items():
-        for group in groups:
-            # Every rank takes part in making each group.
-            made = dist.new_group(group, timeout=timedelta(seconds=timeout_s))
-            if world.rank() in group:
-                found[name] = made
+    for name, groups in members.items():  # every rank takes part in making each group
+        found[name], _ = dist.new_subgroups_by_enumeration(groups, timeout=timedelta(seconds=timeout_s))
     return found
 
 

@@ -154,9 +154,8 @@ class _Rank:
             return type(self.error)(self.error.code, named, hint=self.error.hint)
         code = self.process.exitcode or 0
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return RankFailed(
-            "parallel.rank_failed", f"rank {self.number} {how}", hint="look above for what that rank wrote"
-        )
+        hint = "look above for what that rank wrote"
+        return RankFailed("parallel.rank_failed", f"rank {self.number} {how}", hint=hint)
 
 
 class _Plugins:

@@ -176,11 +176,7 @@ class ShardedOptimizer(Zero1Optimizer):
         self._frozen += _frozen(parameters)
         names = {parameter: f"{number}.{index}" for index, parameter in enumerate(parameters)}
         planned = plan_shards([parameters], names, capacity=_BUCKET_BYTES, weights="fp32")
-        made = []
-        for _, bucket in planned:
-            dtype = bucket[0].dtype
-            made.append(KeptShards(bucket, names, self._links, weight_dtype=dtype, reduce_dtype=dtype))
-        return made
+        return [KeptShards(bucket, names, self._links) for _, bucket in planned]
 
 
 def _frozen(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
@@ -243,7 +239,6 @@ class FSDP(nn.Module):
         config = ParallelConfig(strategy="fsdp", options={"reshard_after_forward": reshard_after_forward})
         self._sync = _FinishedByThePass(Ranks.current(), config)
         self._sync.compute_dtype = compute_dtype
-        self._compute_dtype = compute_dtype
         self._sync.attach(module)
         self.module = module
         self._frozen = _frozen(module.parameters())
@@ -266,16 +261,16 @@ class FSDP(nn.Module):
         Raises:
             ValueError: `max_norm` is not positive.
         """
-        ranks, gradients = self._sync.ranks, present_gradients(self._slices.values())
+        gradients = present_gradients(self._slices.values())
         # float64, because a rank without elements does not know the others' dtype.
-        norm = gradient_norm(gradients).to(ranks.device, torch.float64)
-        norm = norm_over_ranks(norm, ranks, self._sync.traffic)
+        norm = gradient_norm(gradients).to(self._sync.ranks.device, torch.float64)
+        norm = norm_over_ranks(norm, self._sync._links.reductions)
         clip_for(None, gradients, norm, max_norm)
         return norm
 
     def _cast(self, value: Any) -> Any:
         is_wide = isinstance(value, torch.Tensor) and value.dtype == torch.float32
-        return value.to(self._compute_dtype) if is_wide and self._compute_dtype is not None else value
+        return value.to(self._sync.compute_dtype) if is_wide and self._sync.compute_dtype else value
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -300,7 +295,9 @@ class _FinishedByThePass(Fsdp):
         """Free gathered weights, which the step may have made stale, and gradients that were set to None."""
         self.refresh()
         for flat in self._flats:
-            flat.notice_released()
+            for piece in flat.held() if flat.gradient is not None else ():
+                if piece.part.grad is None:
+                    flat.gradient[piece.in_shard] = 0  # type: ignore[index]
 
     def _end_pass(self) -> None:
         super()._end_pass()

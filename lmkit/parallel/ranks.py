@@ -171,9 +171,8 @@ def hosted_store() -> Iterator[dict[str, str]]:
         listening.bind(("127.0.0.1", 0))
         listening.listen(socket.SOMAXCONN)
         host, port = listening.getsockname()
-        store = dist.TCPStore(
-            host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
-        )
+        taken = listening.detach()
+        store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=taken)
     # As torchrun's agents host one: no rank hosts it.
     yield {"MASTER_ADDR": host, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
 

@@ -86,9 +86,9 @@ class FlatShards:
     Args:
         names: every parameter's name in checkpoints.
         links: how this rank communicates with those that share its copy of the model.
-        weight_dtype: of whole weights.
+        weight_dtype: of whole weights; None: the parameters'.
         state_dtype: of the shard, its gradient and so of the optimizer's state; None: the parameters'.
-        reduce_dtype: in which gradients are reduced.
+        reduce_dtype: in which gradients are reduced; None: `weight_dtype`.
 
     Attributes:
         shard: this rank's elements as the optimizer updates them, (shard_size,).
@@ -109,9 +109,9 @@ class FlatShards:
         names: Mapping[nn.Parameter, str],
         links: Links,
         *,
-        weight_dtype: torch.dtype,
+        weight_dtype: torch.dtype | None = None,
         state_dtype: torch.dtype | None = None,
-        reduce_dtype: torch.dtype,
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
         self.parameters = list(parameters)
         self.names = [names[parameter] for parameter in parameters]
@@ -119,7 +119,8 @@ class FlatShards:
         self.pieces: list[Piece] = []
         self.gradient: torch.Tensor | None = None
         self._given_dtype, self._device = parameters[0].dtype, parameters[0].device
-        self._weight_dtype, self._reduce_dtype = weight_dtype, reduce_dtype
+        self._weight_dtype = weight_dtype or self._given_dtype
+        self._reduce_dtype = reduce_dtype or self._weight_dtype
         self.gradient_dtype = state_dtype or self._given_dtype
         self._sizes = [parameter.numel() for parameter in self.parameters]
         self.offsets = list(itertools.accumulate(self._sizes, initial=0))
@@ -155,6 +156,9 @@ class FlatShards:
             self._arriving.wait()
             self._arriving = None
 
+    def spread(self) -> None:
+        """Let all ranks see a shard that has changed. Collective."""
+
     def matrices(self, among: Set[nn.Parameter]) -> MatrixShard:
         """Return this rank's part of the parameters that are `among` an optimizer's matrices."""
         places = zip(self.parameters, self.offsets[:-1], strict=True)
@@ -182,12 +186,6 @@ class FlatShards:
     def named(self, whole: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the parts of a flat tensor by the names of checkpoints."""
         return dict(zip(self.names, self._parts(whole), strict=True))
-
-    @torch.no_grad()
-    def take_own(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Copy this rank's elements from whole weights by name."""
-        for piece in self.held():
-            piece.part.copy_(weights[piece.name].reshape(-1)[piece.own])
 
     # Gradients
 
@@ -272,7 +270,6 @@ class ShardedState(torch.optim.Optimizer):
 
     Args:
         make: makes the optimizer from parameter groups.
-        spread: lets all ranks see shards that have changed. Collective.
 
     Attributes:
         shard_layout: which elements of which parameters the ranks hold; every piece is a bucket.
@@ -280,15 +277,9 @@ class ShardedState(torch.optim.Optimizer):
     """
 
     def __init__(
-        self,
-        make: MakeOptimizer,
-        groups: Iterable[dict[str, Any]],
-        flats: Sequence[FlatShards],
-        ranks: Ranks,
-        spread: Callable[[], None],
+        self, make: MakeOptimizer, groups: Iterable[dict[str, Any]], flats: Sequence[FlatShards], ranks: Ranks
     ) -> None:
         self._rank = ranks.rank
-        self._spread = spread
         self._flats: list[FlatShards] = []
         self._pieces: list[Piece] = []
         self.shard_layout: dict[str, Any] = {"world_size": ranks.world_size, "buckets": []}
@@ -315,15 +306,10 @@ class ShardedState(torch.optim.Optimizer):
         self._flats += flats
         for flat in flats:
             self._pieces += flat.pieces
-            self.shard_layout["buckets"] += [
-                {
-                    "names": [piece.name],
-                    "sizes": [piece.parameter.numel()],
-                    "start": start,
-                    "shard_size": flat.shard_size,
-                }
-                for piece, start in zip(flat.pieces, flat.offsets[:-1], strict=True)
-            ]
+            for piece, start in zip(flat.pieces, flat.offsets[:-1], strict=True):
+                place = {"start": start, "shard_size": flat.shard_size}
+                bucket = {"names": [piece.name], "sizes": [piece.parameter.numel()], **place}
+                self.shard_layout["buckets"].append(bucket)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -335,6 +321,10 @@ class ShardedState(torch.optim.Optimizer):
     def _step(self) -> None:
         self.inner.step()
         self._spread()
+
+    def _spread(self) -> None:
+        for flat in self._flats:
+            flat.spread()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Release all gradients, of shards and of parameters."""
@@ -390,7 +380,8 @@ class ShardedState(torch.optim.Optimizer):
     def load_masters(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Load the exact shards of rounded weights from whole weights by name; the model's weights before."""
         for flat in self._flats:
-            flat.take_own(weights)
+            for piece in flat.held():
+                piece.part.copy_(weights[piece.name].reshape(-1)[piece.own])
         self._spread()
 
     def _load(self, states: Sequence[Mapping[str, torch.Tensor]], groups: Sequence[dict[str, Any]]) -> None:

@@ -53,9 +53,8 @@ def build_strategy(strategy: str | ParallelConfig, ranks: Ranks) -> Strategy:
     if isinstance(strategy, str):
         strategy = ParallelConfig(strategy=STRATEGIES.entry(strategy).name)
     if mistakes := list(strategy_mistakes(strategy)):
-        raise UsageError(
-            "parallel.wrong_option", "; ".join(mistakes), hint="take the option out, or another strategy"
-        )
+        hint = "take the option out, or another strategy"
+        raise UsageError("parallel.wrong_option", "; ".join(mistakes), hint=hint)
     made = STRATEGIES.load(strategy.strategy)(ranks, strategy)
     if not isinstance(made, Strategy):
         raise wrong_result(STRATEGIES, strategy.strategy, f"{type(made).__name__}, no Strategy")
@@ -112,7 +111,7 @@ class Strategy(Sync):
         self.parameters = trainable_parameters(model)
         if self.ranks.world_size > 1 and self.averages:
             check_same_model(model, self.ranks, fingerprint)
-            broadcast_tensors((*model.named_parameters(), *model.named_buffers()))
+            broadcast_tensors(self._of_first(model))
             self._averager = Averager(self.ranks, self.traffic)
             self._install()
         return model
@@ -196,6 +195,10 @@ class Strategy(Sync):
 
     def _install(self) -> None:
         """Install hooks; called only if there is more than one rank."""
+
+    def _of_first(self, model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+        """Return the tensors of which every rank takes rank 0's values in `attach`."""
+        return (*model.named_parameters(), *model.named_buffers())
 
     def _without_gradient(self) -> list[int]:
         """Return the indices of the parameters that have no gradient on this rank."""

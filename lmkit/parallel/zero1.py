@@ -60,24 +60,18 @@ class Zero1(Strategy):
         given = [{**group, "params": list(group["params"])} for group in groups]
         weights = [group.pop("weights", self.config.weights) for group in given]
         names = parameter_names(self._model)
+        of_groups = [group["params"] for group in given]
+        capacity = int(self.config.bucket_mb * MIB)
         planned = [
             (in_order_of_memory(bucket, self._model), reduce_dtype_for(bucket[0].dtype, weights[group]))
-            for group, bucket in plan_shards(
-                [group["params"] for group in given],
-                names,
-                capacity=int(self.config.bucket_mb * MIB),
-                weights=self.config.weights,
-            )
+            for group, bucket in plan_shards(of_groups, names, capacity=capacity, weights=self.config.weights)
         ]
-        links = self._link(planned)
-        self._flats = [
-            KeptShards(
-                *(bucket, names, links),
-                weight_dtype=dtype,
-                reduce_dtype=reduce_dtype_for(dtype, self.config.reduce_dtype),
-            )
-            for bucket, dtype in planned
-        ]
+        self._links = self._link(planned)
+        self._flats = []
+        for bucket, dtype in planned:
+            reduced = reduce_dtype_for(dtype, self.config.reduce_dtype)
+            flat = KeptShards(bucket, names, self._links, weight_dtype=dtype, reduce_dtype=reduced)
+            self._flats.append(flat)
         self.buckets = ScatteredBuckets(self._flats)
         self._index_of = {parameter: index for index, parameter in enumerate(self.buckets.parameters)}
         self._wait_in(self._model)
@@ -158,7 +152,7 @@ class Zero1(Strategy):
             if gradients := [b.gradient for b in buckets if b.gradient is not None]:
                 shards += gradients
                 norms.append(gradient_norm(gradients))
-        norm = norm_over_ranks(torch.linalg.vector_norm(torch.stack(norms)), self.ranks, self.traffic)
+        norm = norm_over_ranks(torch.linalg.vector_norm(torch.stack(norms)), self._links.reductions)
         clip_for(self._sharded.inner, shards, norm, max_norm)
         return norm
 
@@ -249,8 +243,7 @@ class KeptShards(FlatShards):
         self.weights = allocate(self.size, dtype=self._weight_dtype, device=device)
         self.saves_masters = self._weight_dtype != dtype
         whole = torch.zeros(self.size, dtype=dtype, device=device) if self.saves_masters else self.weights
-        for parameter, part in zip(self.parameters, self._parts(whole), strict=True):
-            part.copy_(parameter.detach())
+        torch._foreach_copy_(self._parts(whole), [p.detach() for p in self.parameters])
         if self.saves_masters:
             self.weights.copy_(whole)
         self._show(self._parts(self.weights))
@@ -267,6 +260,11 @@ class KeptShards(FlatShards):
     def reduce(self) -> None:
         self.wait_gathered()  # returns at once if a layer that ran has read these weights
         super().reduce()
+
+    def spread(self) -> None:
+        self.own_weights.copy_(self.shard)
+        start_gather([self])
+        self.wait_gathered()
 
 
 def start_gather(buckets: Sequence[KeptShards]) -> None:
@@ -287,16 +285,7 @@ class Zero1Optimizer(ShardedState):
     """
 
     _flats: list[KeptShards]  # type: ignore[assignment]
-
-    def __init__(
-        self,
-        make: MakeOptimizer,
-        groups: Sequence[dict[str, Any]],
-        buckets: Sequence[KeptShards],
-        ranks: Ranks,
-    ) -> None:
-        self.unused: Set[nn.Parameter] = frozenset()
-        super().__init__(make, groups, buckets, ranks, self._spread_all)
+    unused: Set[nn.Parameter] = frozenset()
 
     def _own(self, flats: Sequence[FlatShards]) -> None:
         super()._own(flats)
@@ -323,13 +312,6 @@ class Zero1Optimizer(ShardedState):
                     bucket.own_weights.copy_(bucket.shard)
             start_gather(part)
         self.unused = frozenset()
-
-    def _spread_all(self) -> None:
-        for bucket in self._flats:
-            bucket.own_weights.copy_(bucket.shard)
-        start_gather(self._flats)
-        for bucket in self._flats:
-            bucket.wait_gathered()
 
 
 def _split_evenly(buckets: Sequence[KeptShards], parts: int) -> list[list[KeptShards]]:

@@ -33,15 +33,7 @@ from lmkit.measure.tables import Column, Rows, markdown_table, row_files
 from lmkit.measure.trace import chrome_trace
 from lmkit.model.accounting import count_parameters
 from lmkit.profile.run import Mode, Profiled, Workload, call_of, make_training, write_profile
-from lmkit.profile.summary import (
-    BUILD,
-    CATEGORIES,
-    WHOLE_RUN,
-    gib_key,
-    most_computed,
-    peak_row,
-    summarize_memory,
-)
+from lmkit.profile.summary import BUILD, CATEGORIES, WHOLE_RUN, gib_key, peak_row, summarize_memory
 from lmkit.recipe.recipe import Recipe
 from lmkit.training.process import numerics
 from lmkit.training.setup import TrainingStep
@@ -274,9 +266,8 @@ def _record_on_cpu(work: Workload) -> Recording:
 
     observer = _Observer(mark)
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with quietly(
-        torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True)
-    ) as profiler:
+    profiler = torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True)
+    with quietly(profiler):
         _run(work, observer)
     events: list[tuple[float, int, int]] = []
     moments: dict[int, float] = {}
@@ -399,6 +390,15 @@ def _picture(profile: MemoryProfile, work: Workload) -> bytes:
     )
 
 
+def most_computed(rows: Rows) -> float:
+    """Return the most GiB of activations and temporary tensors at the peak of a phase of the steps.
+
+    The peak of the whole run may lie in the optimizer's phase, where they are gone.
+    """
+    phases = [row for row in rows if row["phase"] not in (BUILD, WHOLE_RUN)]
+    return max(row["activations_gib"] + row["temporary_gib"] for row in phases)
+
+
 def run_memory_table(recipes: Sequence[Recipe], output: Path, *, steps: int) -> Profiled:
     """Profile the forward pass and training steps of each recipe, in folders of their own; a row for each recipe.
 
@@ -420,10 +420,8 @@ def run_memory_table(recipes: Sequence[Recipe], output: Path, *, steps: int) -> 
                 # Without snapshots: of every cell they would be hundreds of megabytes.
                 done = run_memory(recipe, output / folder, mode=mode, steps=steps, snapshot=False)
                 peaks = done.summary["peaks"]
-                row[f"{mode}_gib"], row[f"{mode}_computed_gib"] = (
-                    peak_row(peaks)["peak_gib"],
-                    most_computed(peaks),
-                )
+                row[f"{mode}_gib"] = peak_row(peaks)["peak_gib"]
+                row[f"{mode}_computed_gib"] = most_computed(peaks)
             release_memory(work.ranks.device)
         rows.append(row)
         summary = Summary(

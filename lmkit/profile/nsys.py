@@ -59,9 +59,8 @@ def export_report(report: Path, folder: Path) -> Path:
     database = folder / report.with_suffix(DATABASE).name
     nsys = require_nsys(otherwise=f"where it is installed: nsys export --type sqlite {report.name}")
     options = ["--type=sqlite", "--force-overwrite=true", f"--output={database}"]
-    done = subprocess.run(
-        [nsys, "export", *options, str(report)], capture_output=True, text=True, check=False
-    )
+    command = [nsys, "export", *options, str(report)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0 or not database.exists():
         said = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]
         raise LmkitError(

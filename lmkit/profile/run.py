@@ -77,14 +77,11 @@ def run_steps(recipe: Recipe, output: Path, *, engine: Engine, mode: Mode, steps
         command = [sys.executable, "-m", "lmkit.profile.run", work.as_json()]
         return _run_under_nsys(command, output, what=recipe.run.name, source=str(work), skip_steps=0)
     with numerics(work.recipe.run, work.ranks):
+        call = call_of(make_training(work), work.mode)
         trace, content = profile_work(
-            call_of(make_training(work), work.mode),
-            work.steps,
-            warmup=work.warmup,
-            device=work.ranks.device,
-            source=str(work),
+            call, work.steps, warmup=work.warmup, device=work.ranks.device, source=str(work)
         )
-    return _store(trace, output, {"kineto_trace.json.gz": gzip.compress(content, mtime=0)}, skip_steps=0)
+    return _store(trace, output, chrome_trace=content, skip_steps=0)
 
 
 def _run_under_nsys(
@@ -106,17 +103,15 @@ def _run_under_nsys(
     return profiled
 
 
-def _store(
-    trace: Trace, output: Path, recording: Mapping[str, bytes | str] | None = None, *, skip_steps: int = 1
-) -> Profiled:
+def _store(trace: Trace, output: Path, *, chrome_trace: bytes = b"", skip_steps: int = 1) -> Profiled:
     """Write `profile_summary.json`, `profile_report.md`, `environment.json`, the recording, and, for recorded ranges,
     `profile_ranges.png`."""
     summary = summarize(trace, skip_steps=skip_steps)
     picture = decorate(PICTURE, lambda: _picture(summary)) if summary["ranges"] else None
-    files = {
+    files: dict[str, bytes | str] = {
         "profile_summary.json": json.dumps(summary, indent=2, allow_nan=False) + "\n",
         **({PICTURE: picture} if picture else {}),
-        **(recording or {}),
+        **({"kineto_trace.json.gz": gzip.compress(chrome_trace, mtime=0)} if chrome_trace else {}),
     }
     written = write_profile(output, files, "profile_report.md", summarize_trace([summary]))
     return Profiled(str(output), written, summary, text_of(summary))

@@ -99,20 +99,15 @@ def summarize(trace: Trace, *, skip_steps: int = 1) -> dict[str, Any]:
     if lost:
         # An nsys older than the driver records only the beginning: the calls are unknown, not zero.
         calls = None
-    caused = {(call.process, call.correlation) for call in calls or ()}
+    caused = set(map(_cause, calls or ()))
     work = None
     if trace.work is not None and not lost:
         # Work that the window's calls caused may run a little later; count it, too.
-        work = [
-            item
-            for item in trace.work
-            if start <= item.start < end or (item.process, item.correlation) in caused
-        ]
+        work = [item for item in trace.work if start <= item.start < end or _cause(item) in caused]
     waits = _waits(calls or (), work or ())
     inside = [entry for entry in trace.ranges if start <= entry.start and entry.end <= end]
     ranges = _summarize_ranges(inside, calls, waits, work)
     by_base = {base_name(entry["name"]): entry for entry in ranges}
-    launches = {name: by_base[name]["launches"] if name in by_base else None for name in (STEP, FORWARD)}
     busy = None if lost or not trace.work else _mean_share(trace.work, lambda item: item.device, start, end)
     dispatch_share = wait_share = None
     if calls is not None:
@@ -139,8 +134,8 @@ def summarize(trace: Trace, *, skip_steps: int = 1) -> dict[str, Any]:
         "steps": len(counted),
         "launches": None if calls is None else sum(call.is_launch for call in calls),
         "kernels": None if work is None else sum(item.kind == "kernel" for item in work),
-        "launches_per_forward": launches[FORWARD],
-        "launches_per_step": launches[STEP],
+        "launches_per_forward": by_base.get(FORWARD, {}).get("launches"),
+        "launches_per_step": by_base.get(STEP, {}).get("launches"),
         "gpu_busy_share": busy,
         "gpu_idle_share": None if busy is None else 1.0 - busy,
         "undisturbed_gpu_share": undisturbed_share,
@@ -153,6 +148,11 @@ def summarize(trace: Trace, *, skip_steps: int = 1) -> dict[str, Any]:
         "top_ops": _largest(trace.ops),
         "warnings": [*trace.notes, *_warnings(trace, window if lost else "", slowdown)],
     }
+
+
+def _cause(item: Call | DeviceWork) -> tuple[int, int]:
+    """Return the process and the correlation, which link a call to the work that it causes."""
+    return item.process, item.correlation
 
 
 def _counted(ranges: Sequence[Range], skip: int) -> list[Range]:
@@ -182,16 +182,15 @@ def _window(trace: Trace, counted: Sequence[Range]) -> tuple[int, int, str]:
 def _waits(calls: Iterable[Call], work: Iterable[DeviceWork]) -> set[Call]:
     """Return the calls that return only when the GPU has finished: synchronizations, and copies that ended before
     their call did."""
-    copied: dict[tuple[int, int], int] = {}  # (process, correlation) -> end of its first copy
+    copied: dict[tuple[int, int], int] = {}  # cause -> end of its first copy
     for item in work:
         if item.kind == "memcpy":
-            key = (item.process, item.correlation)
-            copied[key] = min(item.end, copied.get(key, item.end))
+            copied[_cause(item)] = min(item.end, copied.get(_cause(item), item.end))
     return {
         call
         for call in calls
         if "Synchronize" in call.name
-        or ("emcpy" in call.name and copied.get((call.process, call.correlation), call.end + 1) <= call.end)
+        or ("emcpy" in call.name and copied.get(_cause(call), call.end + 1) <= call.end)
     }
 
 
@@ -205,17 +204,16 @@ def _summarize_ranges(
     starts = {process: [call.start for call in of] for process, of in calls_of.items()}
     work_of: dict[tuple[int, int], list[DeviceWork]] = defaultdict(list)
     for item in work or ():
-        work_of[item.process, item.correlation].append(item)
+        work_of[_cause(item)].append(item)
 
     instances: dict[str, list[tuple[float, ...]]] = {}
     for entry in sorted(ranges, key=lambda entry: entry.start):
         of_process = starts.get(entry.process, [])
         first, last = (bisect.bisect_left(of_process, moment) for moment in (entry.start, entry.end))
         any_thread = base_name(entry.name) in ANY_THREAD
-        own = [
-            call for call in calls_of[entry.process][first:last] if any_thread or call.thread == entry.thread
-        ]
-        caused = [item for call in own for item in work_of.get((call.process, call.correlation), ())]
+        during = calls_of[entry.process][first:last]
+        own = [call for call in during if any_thread or call.thread == entry.thread]
+        caused = [item for call in own for item in work_of.get(_cause(call), ())]
         values = (
             (entry.end - entry.start) / NS_PER_MS,
             _total_ms(call for call in own if call not in waits),
@@ -381,10 +379,8 @@ def _trace_findings(trace: Mapping[str, Any]) -> list[str]:
 
 def peak_row(rows: Rows) -> dict[str, Any]:
     """Return the row of the phase with the highest peak; of several the innermost, which starts last."""
-    return max(
-        reversed(rows),
-        key=lambda row: (float(row["peak_gib"]), row["phase"] not in ("step", "pass", WHOLE_RUN)),
-    )
+    outer = ("step", "pass", WHOLE_RUN)
+    return max(reversed(rows), key=lambda row: (float(row["peak_gib"]), row["phase"] not in outer))
 
 
 def summarize_memory(rows: Rows) -> Summary:
@@ -401,15 +397,3 @@ def summarize_memory(rows: Rows) -> Summary:
 
 
 SUMMARIES = {"profile": summarize_trace, "memory": summarize_memory}
-
-
-def most_computed(rows: Rows) -> float:
-    """Return the most GiB of activations and temporary tensors at the peak of a phase of the steps.
-
-    The peak of the whole run may lie in the optimizer's phase, where they are gone.
-    """
-    return max(
-        row["activations_gib"] + row["temporary_gib"]
-        for row in rows
-        if row["phase"] not in (BUILD, WHOLE_RUN)
-    )

@@ -17,11 +17,12 @@ from lmkit.profile.memory import (
     blocks_of,
     categorize,
     line_of,
+    most_computed,
     profile_memory,
     run_memory,
     run_memory_table,
 )
-from lmkit.profile.summary import BUILD, CATEGORIES, MEMORY, WHOLE_RUN, most_computed, peak_row
+from lmkit.profile.summary import BUILD, CATEGORIES, MEMORY, WHOLE_RUN, peak_row
 from lmkit.recipe.recipe import Recipe
 from lmkit.recipe.tables import ModelConfig, RunConfig, TrainConfig
 
