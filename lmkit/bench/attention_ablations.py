@@ -100,10 +100,9 @@ class _Atomic(torch.autograd.Function):
         dk, dv = torch.empty_like(k), torch.empty_like(v)
         tiling = tiling_of("dkdv", q, k, v, ctx.causal)
         tensors = (q, k, v, dout, lse, delta, dq_sum, dk, dv)
-        tile_rows = {0: tiling.rows, 1: tiling.columns, 2: tiling.columns, 3: tiling.rows}
         constants = {"CAUSAL": ctx.causal, "PRECISION": "ieee"}
         scales = (ctx.scale, ctx.scale * LOG2_E.value)
-        start = prepare_tiled(atomic_kernel, tensors, tile_rows, scales, tiling, constants, by_keys=True)
+        start = prepare_tiled(atomic_kernel, tensors, (0, 1, 2, 3), scales, constants, tiling, by_keys=True)
         start(*(x.data_ptr() for x in tensors))
         return (dq_sum * ctx.scale).to(q.dtype), dk, dv, None, None
 

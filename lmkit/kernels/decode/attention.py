@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lmkit.kernels.launch import LaunchCache, Start, count_tiles, prepare_call, prepare_launch
+from lmkit.kernels.launch import Launch, calls_of, count_tiles, prepare_call
 
 
 @triton.jit(do_not_specialize=["capacity"])
@@ -353,8 +353,7 @@ def store(k: Tensor, v: Tensor, rows: Tensor, keys: Tensor, values: Tensor) -> N
     store_calls((k, v, rows), (keys, values), (keys.shape[2],))
 
 
-def _prepare_store(tensors: tuple[Tensor, ...], options: tuple) -> Start:
-    k, v, rows, *_ = tensors
+def _store_launch(options: tuple, k: Tensor, v: Tensor, rows: Tensor, *_: Tensor) -> Launch:
     (capacity,) = options
     texts, kv_heads, seq, head_dim = k.shape
     constants = {
@@ -366,7 +365,7 @@ def _prepare_store(tensors: tuple[Tensor, ...], options: tuple) -> Start:
     }
     grid = texts * kv_heads, count_tiles(seq, STORED)
     numbers = rows.stride(0), *k.stride()[:3], *v.stride()[:3], seq, capacity
-    return prepare_launch(store_kernel, grid, tensors, numbers, constants)
+    return grid, numbers, constants
 
 
-store_calls = LaunchCache(_prepare_store)
+store_calls = calls_of(store_kernel, _store_launch)
