@@ -40,8 +40,7 @@ def no_skip(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | Non
     """Compute attention with every tile of keys, those past the diagonal too."""
     q, k, v, scale = prepare_inputs(q, k, v, scale)
     refuse_unsupported(q)
-    out: Tensor = _NoSkip.apply(q, k, v, causal, scale)
-    return out
+    return _NoSkip.apply(q, k, v, causal, scale)
 
 
 def atomic(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None) -> Tensor:
@@ -54,8 +53,7 @@ def atomic(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None
             f"flash_triton:atomic: head_dim {q.shape[3]} is not a power of two",
             hint="measure it at head_dim 64 or 128",
         )
-    out: Tensor = _Atomic.apply(q, k, v, causal, scale)
-    return out
+    return _Atomic.apply(q, k, v, causal, scale)
 
 
 def tiling_of(kernel: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tiling:

@@ -126,12 +126,7 @@ def measure(
             row |= {"status": "unsupported", "detail": why}
         variants[name] = variant_of(name, failed.get(name, row), case, ranks, seen, more or _first_facts)
 
-    turns = {
-        "rounds": options.rounds,
-        "max_seconds": options.max_seconds,
-        "settled": options.steps_per_sample,
-    }
-    samples = trainings.measure(variants, context, stage=part, **turns)
+    samples = trainings.measure(variants, context, stage=part, settled=options.steps_per_sample)
     for name in samples:
         add_figures(variants[name].row, limits, partial(numbers, name, case, context, limits, samples))
     rows = [variant.row for variant in variants.values()]

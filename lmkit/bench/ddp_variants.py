@@ -85,8 +85,7 @@ def case_of(recipe: Any, options: RanksOptions, bench: str) -> Recipe:
         precision=options.precision,
         cuda_graph="off",  # only some variants could be captured
     )
-    case: Recipe = recipe.changed(model=model, train=train)
-    return case
+    return recipe.changed(model=model, train=train)
 
 
 def tables_of(case: Recipe) -> tuple[ModelConfig, TrainConfig]:

@@ -191,8 +191,7 @@ def _measure(
             fields["share"] = share
         return fields
 
-    turns = {"rounds": options.rounds, "max_seconds": options.max_seconds}
-    measure_figures(variants, context, limits, figures, **turns)
+    measure_figures(variants, context, limits, figures)
     return [variant.row for variant in variants.values()]
 
 

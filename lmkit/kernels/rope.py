@@ -84,16 +84,10 @@ def _launch(options: tuple, source: Tensor, table: Tensor, out: Tensor) -> Launc
     turned = width - kept
     block = triton.next_power_of_2(turned)
     numbers = (*source.stride()[:2], *out.stride()[:2], table.stride(0) if table.dim() == 4 else 0, seq)
-    constants = {
-        "HEAD_DIM": head_dim,
-        "TURNED": turned,
-        "KEPT": 0 if in_place else kept,
-        "INVERSE": inverse,
-        "BLOCK": block,
-        "REST": triton.next_power_of_2(kept),
-        "num_warps": 1 if block <= 512 else min(max(4, block // 1024), 16),
-    }
-    return (batch * seq, 1), numbers, constants
+    channels = {"HEAD_DIM": head_dim, "TURNED": turned, "KEPT": 0 if in_place else kept, "INVERSE": inverse}
+    warps = 1 if block <= 512 else min(max(4, block // 1024), 16)
+    blocks = {"BLOCK": block, "REST": triton.next_power_of_2(kept), "num_warps": warps}
+    return (batch * seq, 1), numbers, channels | blocks
 
 
 calls = calls_of(rope_kernel, _launch)

@@ -388,8 +388,7 @@ def joined_product(x: Tensor, *layers: Linear) -> Tensor:
     weight = join(weights)
     if biases and len(biases) < len(layers):  # somebody replaced a layer by one with a bias
         biases = [weight.new_zeros(len(x.weight)) if x.bias is None else x.bias for x in layers]
-    bias = join(biases).to(weight.dtype) if biases else None
-    return layers[0].product(x, weight, bias)
+    return layers[0].product(x, weight, join(biases).to(weight.dtype) if biases else None)
 
 
 def join(parts: Sequence[Tensor]) -> Tensor:

@@ -295,19 +295,10 @@ def prepare_attend(
     rows, kv_heads, capacity, head_dim = keys.shape
     heads = out.shape[1] // head_dim
     split = split_of(rows, head_dim, heads // kv_heads, keys.dtype)
-    constants = {
-        "HEADS": heads,
-        "KV_HEADS": kv_heads,
-        "DIM": head_dim,
-        "PADDED_DIM": triton.next_power_of_2(max(16, head_dim)),
-        "GROUP": triton.next_power_of_2(heads // kv_heads),
-        "SPLIT": split.keys,
-        "TILE": split.tile,
-        "MOST_SPLITS": count_tiles(capacity, split.keys),
-        "STAGES": split.stages,
-        "WINDOW": window or 0,
-        "num_warps": split.warps,
-    }
+    sizes = {"DIM": head_dim, "PADDED_DIM": triton.next_power_of_2(max(16, head_dim)), "WINDOW": window or 0}
+    group = {"HEADS": heads, "KV_HEADS": kv_heads, "GROUP": triton.next_power_of_2(heads // kv_heads)}
+    splits = {"SPLIT": split.keys, "TILE": split.tile, "STAGES": split.stages, "num_warps": split.warps}
+    constants = {**sizes, **group, **splits, "MOST_SPLITS": count_tiles(capacity, split.keys)}
     tensors = (qkv, keys, values, place, cos_sin, out, *space)
     grid = (rows * kv_heads, count_tiles(max(longest, 1), split.keys))
     scale = head_dim**-0.5 * math.log2(math.e)
@@ -356,13 +347,8 @@ def store(k: Tensor, v: Tensor, rows: Tensor, keys: Tensor, values: Tensor) -> N
 def _store_launch(options: tuple, k: Tensor, v: Tensor, rows: Tensor, *_: Tensor) -> Launch:
     (capacity,) = options
     texts, kv_heads, seq, head_dim = k.shape
-    constants = {
-        "KV_HEADS": kv_heads,
-        "DIM": head_dim,
-        "PADDED_DIM": triton.next_power_of_2(head_dim),
-        "TILE": STORED,
-        "num_warps": 4,
-    }
+    constants = {"KV_HEADS": kv_heads, "DIM": head_dim, "PADDED_DIM": triton.next_power_of_2(head_dim)}
+    constants |= {"TILE": STORED, "num_warps": 4}
     grid = texts * kv_heads, count_tiles(seq, STORED)
     numbers = rows.stride(0), *k.stride()[:3], *v.stride()[:3], seq, capacity
     return grid, numbers, constants

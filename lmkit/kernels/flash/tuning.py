@@ -206,8 +206,7 @@ def choose_tiling(case: Case, device: torch.device, launch: Callable[[Tiling], N
     tiling = _chosen.get((device.index, case))
     if tiling is not None:
         return tiling
-    on_gpu = device.type == "cuda"
-    tiling = shipped_tiling(case, capability(device)) if on_gpu else INTERPRETER_TILING
+    tiling = shipped_tiling(case, capability(device)) if device.type == "cuda" else INTERPRETER_TILING
     if tiling is None:
         candidates = candidate_tilings(case, capability(device))
         if torch.cuda.is_current_stream_capturing():

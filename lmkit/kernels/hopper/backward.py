@@ -212,31 +212,15 @@ def _prepare_fast(kind: _Kind) -> tuple[int, Start]:
     finish_kernel."""
     num_queries, _, padded, batch, heads, *_ = kind.sizes
     head_dim, width, plane = kind.q_shape[3], kind.width, kind.plane
-    grid = (batch * heads, padded // PASS_ROWS)
+    grid, sizes = (batch * heads, padded // PASS_ROWS), (num_queries, padded, heads)
     constants = {"D": width, "HEAD_DIM": head_dim, "ROWS": PASS_ROWS, "num_warps": 4} | LAUNCH_OPTIONS
-    launch_prepare = prepare_launch(
-        prepare_kernel,
-        grid,
-        [kind.dtype, kind.dtype, *[torch.float32] * 4],
-        (
-            num_queries,
-            padded,
-            heads,
-            kind.scale,
-            *kind.eighths(kind.out_strides),
-            *kind.eighths(kind.dout_strides),
-        ),
-        constants,
-    )
+    pointers = [kind.dtype, kind.dtype, *[torch.float32] * 4]
+    numbers = (*sizes, kind.scale, *kind.eighths(kind.out_strides), *kind.eighths(kind.dout_strides))
+    launch_prepare = prepare_launch(prepare_kernel, grid, pointers, numbers, constants)
     launch_keys = _prepare_keys(kind, add_dq=True)
     is_staggered = kind.is_staggered
-    launch_finish = prepare_launch(
-        finish_kernel,
-        grid,
-        [torch.float32, kind.dtype],
-        (num_queries, padded, heads, *kind.eighths(kind.output_strides[0])),
-        constants,
-    )
+    numbers = (*sizes, *kind.eighths(kind.output_strides[0]))
+    launch_finish = prepare_launch(finish_kernel, grid, [torch.float32, kind.dtype], numbers, constants)
 
     def start(q, k, v, out, lse, dout, dq, dk, dv, lse_log2, first, last, drawn):
         delta, total = lse_log2 + 4 * plane, lse_log2 + 8 * plane  # bytes; a plane is a multiple of 512 bytes

@@ -193,6 +193,7 @@ def _prepare(q_shape, q_strides, k_shape, k_strides, v_strides, dtype, device, c
     registers, consumer_registers = REGISTERS[config.consumers]
     num_tiles = count_tiles(num_queries, CONSUMER_ROWS.value * config.consumers)
     units = batch * heads * ((num_tiles + 1) // 2 if causal and not has_first else num_tiles)
+    sizes = (num_queries, num_keys, heads, heads // k_shape[1])
     out_strides = strides_in_order_of(q_shape, q_strides)
     with hopper_assembler():
         launch = prepare_launch(
@@ -203,14 +204,9 @@ def _prepare(q_shape, q_strides, k_shape, k_strides, v_strides, dtype, device, c
                 head_boxes(k_shape, k_strides, dtype, config.keys, width),
                 head_boxes(k_shape, v_strides, dtype, config.keys, width),
                 head_boxes(q_shape, out_strides, dtype, CONSUMER_ROWS.value, width),
-                torch.float32,
-                torch.int32,
-                torch.int32,
+                *(torch.float32, torch.int32, torch.int32),
             ],
-            (
-                *(num_queries, num_keys, heads, heads // k_shape[1], num_tiles, batch * heads),
-                scale * math.log2(math.e),
-            ),
+            (*sizes, num_tiles, batch * heads, scale * math.log2(math.e)),
             {
                 "D": width,
                 "USED": used_of(head_dim),
