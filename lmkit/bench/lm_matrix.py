@@ -257,15 +257,10 @@ def _train_kernel(
     }
 
     def figures(strategy: str, samples_ms: list[float]) -> dict[str, Any]:
-        fields = speed_fields(
-            samples_ms,
-            context,
-            limits,
-            tokens=options.batch_size * options.context_length,
-            flops=flops_per_token(model, options.context_length),
-            precision=options.precision,
-            ranks=rows[strategy]["ranks"],
-        )
+        length = options.context_length
+        work = {"tokens": options.batch_size * length, "flops": flops_per_token(model, length)}
+        how = {"precision": options.precision, "ranks": rows[strategy]["ranks"]}
+        fields = speed_fields(samples_ms, context, limits, **work, **how)
         epoch_s = fields["median_ms"] * options.steps_per_epoch / 1e3
         return fields | {"epochs": len(samples_ms), "epoch_s": epoch_s}
 

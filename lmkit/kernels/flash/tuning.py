@@ -320,23 +320,12 @@ def prepare_tiled(
         constants = {**constants, "CUT": constants["CAUSAL"] or num_keys % tiling.columns != 0}
     if INTERPRETED:
         constants["PRECISION"] = "ieee"  # NumPy multiplies exactly, whatever was asked for
-    return prepare_launch(
-        kernel,
-        (tiles * batch * owners, 1),
-        sources,
-        (*strides, owners, heads // kv_heads, num_queries, num_keys, *scales),
-        {
-            "HEAD_DIM": head_dim,
-            "MAIN": main,
-            "REST": rest,
-            "ROWS": tiling.rows,
-            "COLUMNS": tiling.columns,
-            "REGISTERS": tiling.registers,
-            "num_warps": tiling.warps,
-            "num_stages": tiling.stages,
-            **constants,
-        },
-    )
+    numbers = (*strides, owners, heads // kv_heads, num_queries, num_keys, *scales)
+    of_head = {"HEAD_DIM": head_dim, "MAIN": main, "REST": rest}
+    of_tile = {"ROWS": tiling.rows, "COLUMNS": tiling.columns, "REGISTERS": tiling.registers}
+    options = {"num_warps": tiling.warps, "num_stages": tiling.stages}
+    constants = {**of_head, **of_tile, **options, **constants}
+    return prepare_launch(kernel, (tiles * batch * owners, 1), sources, numbers, constants)
 
 
 def tma_reaches(*tensors: Tensor) -> bool:
