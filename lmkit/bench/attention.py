@@ -181,12 +181,9 @@ def pictures(rows: Rows) -> dict[str, bytes]:
         "x_label": "sequence length (tokens; queries:keys where they differ)",
         "log_y": True,
     }
-    files = {
-        "heatmap": _heat_map(grid or square),
-        "scaling": line_panels(
-            square, "num_keys", TIME, group="kernel", title=_title(square, "forward"), **axis
-        ),
-    }
+    title = _title(square, "forward")
+    scaling = line_panels(square, "num_keys", TIME, group="kernel", title=title, **axis)
+    files = {"heatmap": _heat_map(grid or square), "scaling": scaling}
     for direction in ("forward", "backward"):
         if chosen := [row for row in tiers if row["direction"] == direction]:
             title = _title(chosen, direction) + " (median, whiskers p10 to p90)"
