@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _NAMES = ("Small", "Medium", "Large", "XL", "XXL", "4k", "8k", "16k", "32k", "64k", "128k")
 TIERS: dict[str, int] = {name: 128 << doublings for doublings, name in enumerate(_NAMES)}
-"""Name -> length: Small has 128 tokens, and each tier twice as many as the one before."""
+"""Name -> tokens: Small has 128, and each tier has twice as many as the tier before."""
 ABLATIONS = ("flash_triton:no_skip", "flash_triton:atomic")
 """Functions of `lmkit.bench.attention_ablations`."""
 COMPILED = "+compile"

@@ -92,8 +92,8 @@ def measure(
 
     Args:
         take: replaces `samples_in_turns`: of runs, preparations, and what to call at each turn.
-        turns: of `samples_in_turns`; without a clock, samples are the options' `steps_per_sample` steps in steady
-            state, and rounds and seconds the options', too.
+        turns: arguments of `samples_in_turns`. Without a clock, the options say `rounds` and `max_seconds`, and a
+            sample is their `steps_per_sample` steps in steady state.
     """
     rows = {name: variant.row for name, variant in variants.items()}
     built: dict[str, Any] = {}

@@ -206,7 +206,7 @@ def in_place(x: Tensor) -> Tensor:
 
 
 def of_call(causal: bool, scale: float, lse: Tensor, **tensors: Tensor) -> Arguments:
-    """Return the arguments of a call, without scratch memory. `tensors`: the matrices of `Arguments` by name."""
+    """Return the arguments of a call, without scratch memory; `tensors`: the matrices of `Arguments`."""
     arguments = Arguments(causal=causal, scale=scale, scale_log2=scale * LOG2_E, lse=lse.data_ptr())
     for name, x in tensors.items():
         setattr(arguments, name, Matrix(x.data_ptr(), *x.stride()[:3]))

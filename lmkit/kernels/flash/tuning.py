@@ -297,10 +297,10 @@ def prepare_tiled(
     """Prepare a launch of one of the kernels, whose parameters after the tensors follow one pattern.
 
     Args:
-        tensors: q, k and v first. A tensor of four dimensions also gives the kernel its strides, but for the last
-            one, 1.
-        loaded: indices of the tensors that the kernel loads tiles from; tiles of k and v are tiles of keys, the
-            others tiles of queries.
+        tensors: q, k and v first. A tensor of four dimensions also gives the kernel its strides, but for the
+            last one, 1.
+        loaded: indices of the tensors that the kernel loads tiles from: tiles of keys from k and v, tiles of
+            queries from the others.
         scales: the last of the kernel's numbers.
         constants: compile-time parameters of this kernel, CAUSAL and PRECISION among them.
         by_keys: a CTA owns a tile of keys of one key head, not of queries of one query head, which takes CUT.
