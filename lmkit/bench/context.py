@@ -101,7 +101,7 @@ class Context:
             self.journal.add([storable(row) for row in rows])
 
     def rows_of(self, stage: str, items: Sequence[Item], measure: Callable[[Item], Rows]) -> Rows:
-        """Return the rows of all items, report progress, and keep an item's rows as soon as it is measured."""
+        """Return the rows of all items; report progress, and keep each item's rows once it is measured."""
         rows: Rows = []
         for item in self.each(stage, items):
             found = measure(item)

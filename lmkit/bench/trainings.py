@@ -92,8 +92,8 @@ def measure(
 
     Args:
         take: replaces `samples_in_turns`: of runs, preparations, and what to call at each turn.
-        turns: arguments of `samples_in_turns`. Without a clock, the options say `rounds` and `max_seconds`, and a
-            sample is their `steps_per_sample` steps in steady state.
+        turns: arguments of `samples_in_turns`. Without a clock, the options say `rounds` and `max_seconds`,
+            and a sample is their `steps_per_sample` steps in steady state.
     """
     rows = {name: variant.row for name, variant in variants.items()}
     built: dict[str, Any] = {}

@@ -184,7 +184,7 @@ class LaunchCache:
 
 
 def calls_of(kernel: Any, describe: Callable[..., Launch]) -> LaunchCache:
-    """Return the calls of one kernel; `describe(options, *inputs, *outputs)` returns how a kind launches it."""
+    """Return the calls of one kernel; `describe(options, *inputs, *outputs)` returns a kind's launch."""
 
     def prepare(tensors: tuple[Tensor, ...], options: tuple) -> Start:
         grid, numbers, constants = describe(options, *tensors)
