@@ -13,7 +13,7 @@ from torch import Tensor
 from lmkit.core.attention import first_in_window, reference
 from lmkit.errors import UsageError
 from lmkit.plugins import wrong_result
-from lmkit.registry import ATTENTION
+from lmkit.registry import ATTENTION, Registry
 
 LARGEST_ERROR = {torch.float64: 1e-6, torch.float32: 1e-2, torch.bfloat16: 0.1, torch.float16: 0.1}
 """Of a plugin's kernel, relative to float64: room for products in TF32, and for scores rounded to 16 bits."""
@@ -197,15 +197,19 @@ def best_kernel(q: Tensor, mask: Tensor | None = None, *, windows: bool = False)
     `windows` it has to take `first=`."""
     for name in PREFERRED[:-1]:
         facts = ATTENTION.facts(name)
-        if (
-            q.device.type in facts.devices
-            and not facts.missing
-            and (mask is None or facts.masks)
-            and facts.windows >= windows
-        ):
-            try:
-                check_kernel(name, q)
-            except UsageError:
-                continue
+        if (mask is None or facts.masks) and facts.windows >= windows and runs_on(ATTENTION, name, q):
             return name
     return PREFERRED[-1]
+
+
+def runs_on(registry: Registry[Any], name: str, x: Tensor) -> bool:
+    """Return whether a registered object runs on tensors like x, as its facts and their check say."""
+    facts = registry.facts(name)
+    if x.device.type not in facts.devices or facts.missing:
+        return False
+    try:
+        if facts.check is not None:
+            registry.function_of(name, facts.check)(x)
+    except UsageError:
+        return False
+    return True

@@ -163,14 +163,7 @@ NOTES = (
 def pictures(rows: Rows) -> dict[str, bytes]:
     """Draw bus bandwidth over the size, a panel per backend and number of ranks."""
     measured = [row | {"mb": float(f"{row['bytes'] / 1e6:.3g}")} for row in rows if row.get("median_us")]
-    picture = line_panels(
-        measured,
-        "mb",
-        BANDWIDTH,
-        panel=lambda row: f"{row.get('backend', '')}, {row['world_size']} ranks",
-        group="operation",
-        kind="dtype",
-        title="Collectives",
-        x_label="buffer (MB, 10^6 bytes)",
-    )
+    where: dict[str, Any] = {"group": "operation", "kind": "dtype", "title": TITLE}
+    where["panel"] = lambda row: f"{row.get('backend', '')}, {row['world_size']} ranks"
+    picture = line_panels(measured, "mb", BANDWIDTH, x_label="buffer (MB, 10^6 bytes)", **where)
     return {"all_reduce_bandwidth.png": picture}

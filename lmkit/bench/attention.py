@@ -20,7 +20,7 @@ from lmkit.bench.attention_sweep import (
     precision_of,
 )
 from lmkit.bench.context import Context
-from lmkit.bench.trainings import SPREAD
+from lmkit.bench.trainings import SPREAD, interval
 from lmkit.measure.plots import grouped_bars, heat_map, line_panels
 from lmkit.measure.tables import Column, Rows, grouped, markdown_table
 from lmkit.recipe.keys import Empties, FlagNames
@@ -115,16 +115,15 @@ def attention(context: Context) -> Rows:
         check_kernel(name)
     limits = context.limits([precision_of(name, options.dtype) for name in (*kernels, *grid_kernels)])
     sweep = Sweep(context, limits)
-    cases = build_cases(options)
-    rows: Rows = []
-    for case in context.each("attention", cases):
+
+    def measure(case: Case) -> Rows:
         of_case = grid_kernels if case.part == "grid" else kernels
         found = sweep.measure(case, of_case)
         if options.backward:
             found += sweep.measure(case, of_case, ("fwd+bwd", "backward"))
-        rows += found
-        context.keep(found)
-    return rows
+        return found
+
+    return context.rows_of("attention", build_cases(options), measure)
 
 
 TITLE, EACH = "Attention", "direction"
@@ -143,8 +142,7 @@ COLUMNS = (
     Column("speedup", "speedup", ".2f", note="baseline / variant, median of paired rounds"),
     Column("causal", "causal", wide=True),
     Column("versus_sdpa", "x PyTorch", ".3f", wide=True),
-    Column("versus_sdpa_low", "95% from", ".3f", wide=True),
-    Column("versus_sdpa_high", "to", ".3f", wide=True),
+    *interval("versus_sdpa", ".3f"),
     Column("best_sdpa", "that is", wide=True),
 )
 NOTES = ("D: head_dim; tier: tokens, or queries:keys",)
@@ -183,12 +181,9 @@ def pictures(rows: Rows) -> dict[str, bytes]:
         "x_label": "sequence length (tokens; queries:keys where they differ)",
         "log_y": True,
     }
-    files = {
-        "heatmap": _heat_map(grid or square),
-        "scaling": line_panels(
-            square, "num_keys", TIME, group="kernel", title=_title(square, "forward"), **axis
-        ),
-    }
+    title = _title(square, "forward")
+    scaling = line_panels(square, "num_keys", TIME, group="kernel", title=title, **axis)
+    files = {"heatmap": _heat_map(grid or square), "scaling": scaling}
     for direction in ("forward", "backward"):
         if chosen := [row for row in tiers if row["direction"] == direction]:
             title = _title(chosen, direction) + " (median, whiskers p10 to p90)"

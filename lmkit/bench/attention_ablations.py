@@ -40,8 +40,7 @@ def no_skip(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | Non
     """Compute attention with every tile of keys, those past the diagonal too."""
     q, k, v, scale = prepare_inputs(q, k, v, scale)
     refuse_unsupported(q)
-    out: Tensor = _NoSkip.apply(q, k, v, causal, scale)
-    return out
+    return _NoSkip.apply(q, k, v, causal, scale)
 
 
 def atomic(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None) -> Tensor:
@@ -54,8 +53,7 @@ def atomic(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None
             f"flash_triton:atomic: head_dim {q.shape[3]} is not a power of two",
             hint="measure it at head_dim 64 or 128",
         )
-    out: Tensor = _Atomic.apply(q, k, v, causal, scale)
-    return out
+    return _Atomic.apply(q, k, v, causal, scale)
 
 
 def tiling_of(kernel: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tiling:
@@ -100,10 +98,9 @@ class _Atomic(torch.autograd.Function):
         dk, dv = torch.empty_like(k), torch.empty_like(v)
         tiling = tiling_of("dkdv", q, k, v, ctx.causal)
         tensors = (q, k, v, dout, lse, delta, dq_sum, dk, dv)
-        tile_rows = {0: tiling.rows, 1: tiling.columns, 2: tiling.columns, 3: tiling.rows}
         constants = {"CAUSAL": ctx.causal, "PRECISION": "ieee"}
         scales = (ctx.scale, ctx.scale * LOG2_E.value)
-        start = prepare_tiled(atomic_kernel, tensors, tile_rows, scales, tiling, constants, by_keys=True)
+        start = prepare_tiled(atomic_kernel, tensors, (0, 1, 2, 3), scales, constants, tiling, by_keys=True)
         start(*(x.data_ptr() for x in tensors))
         return (dq_sum * ctx.scale).to(q.dtype), dk, dv, None, None
 

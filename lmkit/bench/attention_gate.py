@@ -206,8 +206,7 @@ def terms_at(inputs: Inputs, rows: Tensor, arithmetic: Arithmetic = EXACT) -> Re
     """
     width = torch.finfo(torch.float32).eps / torch.finfo(inputs.q.dtype).eps
     rounds_scores = arithmetic.scores is not _as_it_is
-    shape = (*inputs.q.shape[:2], len(rows))
-    out = torch.zeros(shape, dtype=torch.float64, device=rows.device)
+    out = torch.zeros((*inputs.q.shape[:2], len(rows)), dtype=torch.float64, device=rows.device)
     dq, dk = torch.zeros_like(out), torch.zeros(inputs.k.shape[:3], dtype=torch.float64, device=rows.device)
     dv = torch.zeros_like(dk)
     for head, part, q, k, v, p, dout, dp in _blocks(inputs, rows, EXACT):

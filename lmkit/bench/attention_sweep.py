@@ -28,14 +28,9 @@ if TYPE_CHECKING:
     from lmkit.bench.attention import Options
     from lmkit.bench.attention_gate import Arithmetic, Gate, Inputs
 
-TIERS: dict[str, int] = {
-    "Small": 128,
-    "Medium": 256,
-    "Large": 512,
-    "XL": 1024,
-    "XXL": 2048,
-    **{f"{thousands}k": thousands * 1024 for thousands in (4, 8, 16, 32, 64, 128)},
-}
+_NAMES = ("Small", "Medium", "Large", "XL", "XXL", "4k", "8k", "16k", "32k", "64k", "128k")
+TIERS: dict[str, int] = {name: 128 << doublings for doublings, name in enumerate(_NAMES)}
+"""Name -> tokens: Small has 128, and each tier has twice as many as the tier before."""
 ABLATIONS = ("flash_triton:no_skip", "flash_triton:atomic")
 """Functions of `lmkit.bench.attention_ablations`."""
 COMPILED = "+compile"
@@ -401,8 +396,7 @@ class Sweep:
 
     def _timed_run(self, function: Callable[..., Tensor], inputs: Inputs) -> tuple[tuple[Tensor, ...], float]:
         results: list[tuple[Tensor, ...]] = []
-        clock = wall_clock(self._device)
-        ms = clock.sample_ms(lambda: results.append(inputs.run(function)), 1)
+        ms = wall_clock(self._device).sample_ms(lambda: results.append(inputs.run(function)), 1)
         return results[0], ms * 1e-3
 
     def _refusal(self, name: str, case: Case, direction: str) -> dict[str, Any]:

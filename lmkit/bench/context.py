@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -99,6 +99,15 @@ class Context:
         """Append rows to the journal; only the first rank does."""
         if self.ranks.is_first:
             self.journal.add([storable(row) for row in rows])
+
+    def rows_of(self, stage: str, items: Sequence[Item], measure: Callable[[Item], Rows]) -> Rows:
+        """Return the rows of all items; report progress, and keep each item's rows once it is measured."""
+        rows: Rows = []
+        for item in self.each(stage, items):
+            found = measure(item)
+            self.keep(found)
+            rows += found
+        return rows
 
     def limits(self, dtypes: Sequence[str]) -> Limits:
         """Measure what the device can do, and note it in the environment."""

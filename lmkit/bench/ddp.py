@@ -126,12 +126,7 @@ def measure(
             row |= {"status": "unsupported", "detail": why}
         variants[name] = variant_of(name, failed.get(name, row), case, ranks, seen, more or _first_facts)
 
-    turns = {
-        "rounds": options.rounds,
-        "max_seconds": options.max_seconds,
-        "settled": options.steps_per_sample,
-    }
-    samples = trainings.measure(variants, context, stage=part, **turns)
+    samples = trainings.measure(variants, context, stage=part, settled=options.steps_per_sample)
     for name in samples:
         add_figures(variants[name].row, limits, partial(numbers, name, case, context, limits, samples))
     rows = [variant.row for variant in variants.values()]
@@ -184,12 +179,9 @@ def numbers(
     ranks, own = context.ranks, samples[name]
     world_size = 1 if name in SOLO else ranks.world_size
     model, train = tables_of(case)
-    work: dict[str, Any] = {
-        "tokens": world_size * train.batch_size * model.context_length,
-        "flops": flops_per_token(model, model.context_length),
-        "precision": train.precision.removesuffix("-autocast"),
-        "ranks": world_size,
-    }
+    length, precision = model.context_length, train.precision.removesuffix("-autocast")
+    tokens, flops = world_size * train.batch_size * length, flops_per_token(model, length)
+    work: dict[str, Any] = {"tokens": tokens, "flops": flops, "precision": precision, "ranks": world_size}
     fields = speed_fields(own, context, limits, name="step_ms", **work)
     baseline = baseline_of(name)
     if baseline in samples and name not in SOLO:

@@ -85,8 +85,7 @@ def case_of(recipe: Any, options: RanksOptions, bench: str) -> Recipe:
         precision=options.precision,
         cuda_graph="off",  # only some variants could be captured
     )
-    case: Recipe = recipe.changed(model=model, train=train)
-    return case
+    return recipe.changed(model=model, train=train)
 
 
 def tables_of(case: Recipe) -> tuple[ModelConfig, TrainConfig]:
@@ -245,12 +244,9 @@ def make_training(name: str, case: Recipe, ranks: Ranks) -> TrainingStep:
         recipe = recipe.changed(model={"compile": "block"})
     if (tables_of(case)[1].precision, name) == ("bf16", TORCH_ZERO):  # it keeps no masters of bf16 weights
         recipe = recipe.changed(train={"precision": "bf16-autocast"})
-    training = TrainingStep(
-        recipe,
-        ranks,
-        parallel=parallel_of(name, recipe.parallel),
-        make_optimizer=partial(_torch_zero, recipe.optimizer) if name == TORCH_ZERO else None,
-    )
+    parallel = parallel_of(name, recipe.parallel)
+    make_optimizer = partial(_torch_zero, recipe.optimizer) if name == TORCH_ZERO else None
+    training = TrainingStep(recipe, ranks, parallel=parallel, make_optimizer=make_optimizer)
     if name == TORCH_ZERO:
         training.optimizer.register_step_post_hook(partial(_count_broadcasts, training.step.sync.traffic))
     return training
@@ -263,15 +259,8 @@ def _torch_zero(table: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.o
     # Its package compiles deprecated TorchScript when it is imported, with a warning.
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    return ZeroRedundancyOptimizer(
-        groups,
-        optimizer_class=torch.optim.AdamW,
-        parameters_as_bucket_view=True,
-        fused=True,
-        lr=table.lr,
-        betas=table.betas,
-        eps=table.eps,
-    )
+    options: dict[str, Any] = {"fused": True, "lr": table.lr, "betas": table.betas, "eps": table.eps}
+    return ZeroRedundancyOptimizer(groups, torch.optim.AdamW, parameters_as_bucket_view=True, **options)
 
 
 def _count_broadcasts(traffic: Any, optimizer: Any, *_: Any) -> None:

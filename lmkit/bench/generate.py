@@ -143,15 +143,10 @@ def _measure(
     """Return one row per variant of one case; `writers` keeps variants for other contexts."""
     from lmkit.model.accounting import least_bytes
 
-    options, device = context.options, context.device
+    options, device, precision = context.options, context.device, context.options.precision
     config = config_of(size, "", "sdpa")
     config = config.changed(context_length=options.capacity, num_kv_heads=options.kv_heads or None)
-    case = {
-        "batch_size": batch_size,
-        "context": filled,
-        "kv_heads": config.kv_heads,
-        "precision": options.precision,
-    }
+    case = {"batch_size": batch_size, "context": filled, "kv_heads": config.kv_heads, "precision": precision}
 
     def make(variant: str) -> Writer:
         if variant not in writers:
@@ -178,7 +173,7 @@ def _measure(
         )
         for variant in options.variants
     }
-    element_bytes = 2 if options.precision == "bf16" else 4
+    element_bytes = 2 if precision == "bf16" else 4
 
     def figures(variant: str, samples_ms: list[float]) -> dict[str, Any]:
         fp8 = variant == "lmkit_fp8"
@@ -191,8 +186,7 @@ def _measure(
             fields["share"] = share
         return fields
 
-    turns = {"rounds": options.rounds, "max_seconds": options.max_seconds}
-    measure_figures(variants, context, limits, figures, **turns)
+    measure_figures(variants, context, limits, figures)
     return [variant.row for variant in variants.values()]
 
 

@@ -19,7 +19,7 @@ from lmkit.bench.context import Context
 from lmkit.bench.ddp_variants import SOLO
 from lmkit.bench.harness import ratio_fields
 from lmkit.bench.summary import Summary
-from lmkit.bench.trainings import SPREAD, Variant, measure_figures, speed_fields
+from lmkit.bench.trainings import SPREAD, Variant, interval, measure_figures, speed_fields
 from lmkit.errors import UsageError
 from lmkit.measure.memory import claim_workspaces
 from lmkit.measure.plots import grouped_bars, loss_curve, table_picture
@@ -257,15 +257,10 @@ def _train_kernel(
     }
 
     def figures(strategy: str, samples_ms: list[float]) -> dict[str, Any]:
-        fields = speed_fields(
-            samples_ms,
-            context,
-            limits,
-            tokens=options.batch_size * options.context_length,
-            flops=flops_per_token(model, options.context_length),
-            precision=options.precision,
-            ranks=rows[strategy]["ranks"],
-        )
+        length = options.context_length
+        work = {"tokens": options.batch_size * length, "flops": flops_per_token(model, length)}
+        how = {"precision": options.precision, "ranks": rows[strategy]["ranks"]}
+        fields = speed_fields(samples_ms, context, limits, **work, **how)
         epoch_s = fields["median_ms"] * options.steps_per_epoch / 1e3
         return fields | {"epochs": len(samples_ms), "epoch_s": epoch_s}
 
@@ -358,8 +353,7 @@ COLUMNS = (
     Column("speedup", "speedup", ".3f", note="over the first strategy with the same kernel, paired epochs"),
     Column("valid_loss", "valid loss", ".4f", note="after all epochs, on held-out text"),
     Column("ranks", "ranks", wide=True),
-    Column("speedup_low", "95% from", ".3f", wide=True),
-    Column("speedup_high", "to", ".3f", wide=True),
+    *interval("speedup", ".3f"),
     Column("scaling", "scaling", ".1%", wide=True, note=f"speed / ranks / speed of {ONE_RANK}, same batch"),
     Column("overhead", "memory over none", "+.1%", wide=True),
     Column("graph", "CUDA graph", wide=True),

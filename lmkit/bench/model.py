@@ -14,7 +14,7 @@ from lmkit.bench.context import Context
 from lmkit.bench.failures import failure_is_a_row
 from lmkit.bench.harness import ratio_fields, time_fields, too_large_for_host, without_figures
 from lmkit.bench.summary import UNCHECKED, WRONG
-from lmkit.bench.trainings import SPREAD, Variant, measure_figures, speed_fields
+from lmkit.bench.trainings import SPREAD, Variant, interval, measure_figures, speed_fields
 from lmkit.errors import UsageError
 from lmkit.measure.limits import Limits
 from lmkit.measure.memory import release_memory
@@ -99,10 +99,7 @@ def model(context: Context) -> Rows:
     models = [
         (size, length, how) for size in options.sizes for length in options.lengths for how in options.compile
     ]
-    for case in context.each("models", models):
-        found = _measure(_config(*case, options), context, limits)
-        rows += found
-        context.keep(found)
+    rows += context.rows_of("models", models, lambda case: _measure(_config(*case, options), context, limits))
     return [_with_its_fault(row, rows) if row["part"] == "warm-up" else row for row in rows]
 
 
@@ -269,8 +266,7 @@ COLUMNS = (
     Column("versus_fp32", "x fp32", ".2f"),
     Column("mean_ms", "mean ms", ".2f", wide=True),
     Column("first_ms", "first ms", ".2f", wide=True),
-    Column("versus_fp32_low", "95% from", ".2f", wide=True),
-    Column("versus_fp32_high", "to", ".2f", wide=True),
+    *interval("versus_fp32", ".2f"),
 )
 NOTES = (
     "ms: median of interleaved rounds, host included; GB (10^9): peak over what was in use before the bench, weights "

@@ -92,15 +92,9 @@ class FewBatches:
 )
 def step(context: Context) -> Rows:
     """Return a row per size and variant."""
-    options = context.options
-    limits = context.limits([options.precision])
+    limits = context.limits([context.options.precision])
     claim_workspaces(context.device)
-    rows: Rows = []
-    for size in context.each("sizes", options.sizes):
-        found = _measure(size, context, limits)
-        context.keep(found)
-        rows += found
-    return rows
+    return context.rows_of("sizes", context.options.sizes, lambda size: _measure(size, context, limits))
 
 
 def config_of(size: str, variant: str, attention: str) -> ModelConfig:
@@ -169,8 +163,7 @@ def _measure(size: str, context: Context, limits: Limits) -> Rows:
         }
         return speed_fields(samples_ms, context, limits, **work) | {"floor_ms": floors}
 
-    turns = {"rounds": options.rounds, "max_seconds": options.max_seconds}
-    measure_figures(variants, context, limits, figures, **turns)
+    measure_figures(variants, context, limits, figures)
     return [variant.row for variant in variants.values()]
 
 

@@ -24,7 +24,7 @@ from pydantic import Field
 from lmkit.bench.context import Context
 from lmkit.bench.failures import failure_is_a_row, wrong_result
 from lmkit.bench.harness import ratio_fields, time_fields
-from lmkit.bench.trainings import SPREAD, Variant, measure_figures
+from lmkit.bench.trainings import SPREAD, Variant, interval, measure_figures
 from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.statistics import paired_ratio
 from lmkit.measure.tables import Column, Rows
@@ -92,25 +92,23 @@ def tokenizer(context: Context) -> Rows:
             texts = {"stories": Path(folder) / "stories.txt"}
             seed = context.recipe.run.seed
             write_stories(texts["stories"], size_mb=options.synth_mb, seed=seed, progress=context.report)
-        cases = list(product(texts, options.tasks, options.vocab_sizes, options.workers))
-        rows: Rows = []
-        for name, task, vocab_size, workers in context.each("tokenizer", cases):
-            found = measure(Job(task, "", str(texts[name]), workers, vocab_size), context, Path(folder))
-            context.keep(named := [{"task": task, "text": name, **row} for row in found])
-            rows += named
-        return rows
+        cases = product(texts.values(), options.tasks, options.vocab_sizes, options.workers)
+        jobs = [Job(task, "", str(text), workers, vocab_size) for text, task, vocab_size, workers in cases]
+        return context.rows_of("tokenizer", jobs, lambda job: measure(job, context, Path(folder)))
 
 
 def measure(job: Job, context: Context, folder: Path) -> Rows:
     """Return one row per installed variant of a job."""
-    num_bytes = Path(job.text).stat().st_size
+    text = Path(job.text)
+    num_bytes = text.stat().st_size
     jobs = {
         name: _prepared(replace(job, variant=name), folder)
         for name in VARIANTS[job.task]
         if name == OURS or importlib.util.find_spec(name) is not None
     }
-    facts = {"bytes": num_bytes, "vocab_size": job.vocab_size, "workers": job.workers}
-    rows: dict[str, dict[str, Any]] = {name: {**facts, "variant": name, "status": "ok"} for name in jobs}
+    facts: dict[str, Any] = {"task": job.task, "text": text.stem, "bytes": num_bytes}
+    facts |= {"vocab_size": job.vocab_size, "workers": job.workers}
+    rows = {name: {**facts, "variant": name, "status": "ok"} for name in jobs}
     ids = {}
     for name, row in rows.items():
         with failure_is_a_row(row, "cpu"):
@@ -179,8 +177,7 @@ def _run(job: Job) -> dict[str, Any]:
     if process.returncode:
         last = process.stderr.strip().splitlines()[-1:] or ["no message"]
         raise LmkitError("bench.variant_failed", f"{job.variant} failed to {job.task}: {last[0]}")
-    result: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
-    return result
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 TITLE, EACH = "Tokenizer", "task"
@@ -194,6 +191,5 @@ COLUMNS = (
     SPREAD,
     Column("mb_per_s", "MB/s", ".1f", better="higher"),
     Column("speedup", "ours faster", ".2f", note="median over rounds of theirs / ours, wall clock"),
-    Column("speedup_low", "95% from", ".2f", wide=True),
-    Column("speedup_high", "to", ".2f", wide=True),
+    *interval("speedup", ".2f"),
 )

@@ -216,8 +216,7 @@ def _see(
         distances = (mine - right).norm(dim=-1) / right.norm(dim=-1)
         errors["the hidden state of a token without gradients"] = float(distances.max())
     loss = outcome.loss if config.strategy == "none" else outcome.losses.mean()
-    norm = float(outcome.grad_norm)
-    return Seen(float(loss), norm, _in_units_of_norm(gradients), clipped, forward=errors)
+    return Seen(float(loss), float(outcome.grad_norm), _in_units_of_norm(gradients), clipped, forward=errors)
 
 
 def _in_units_of_norm(gradients: Numbers) -> Numbers:
@@ -419,12 +418,11 @@ def _without_strategy(training: TrainingStep, batch: Batch) -> Seen | None:
 
 
 @contextmanager
-def computing_with(model: Any, operations: Operations, attention: str | None) -> Iterator[None]:
-    """Compute with other operations inside the block, and with another attention kernel if one is named."""
+def computing_with(model: Any, operations: Operations, attention: str) -> Iterator[None]:
+    """Compute with other operations and another attention kernel inside the block."""
     before = model.operations, [(b.attn.attention, b.attn.joined_attention) for b in model.layers]
     model.operations = operations
-    if attention is not None:
-        _attend_by(model, [(attention_function(attention), joined_function(attention))] * len(model.layers))
+    _attend_by(model, [(attention_function(attention), joined_function(attention))] * len(model.layers))
     try:
         yield
     finally:

@@ -32,10 +32,6 @@ if TYPE_CHECKING:
     from lmkit.parallel.ranks import Ranks
 
 
-def _nothing(training: Any) -> dict[str, Any]:
-    return {}
-
-
 @dataclass
 class Variant:
     """A training, or a model that writes, that a bench times.
@@ -54,13 +50,13 @@ class Variant:
 
     row: dict[str, Any]
     make: Callable[[], Any]
-    judge: Callable[[Any], dict[str, Any]] = _nothing
+    judge: Callable[[Any], dict[str, Any]] = lambda training: {}
     fill: Callable[[Any], object] | None = None
     weights: str = ""
     more: Callable[[Any, PeakMemory], dict[str, Any]] = lambda training, making: {}
     prepare: Callable[[Any], object] | None = None
     run: Callable[[Any], object] = lambda training: training.run()
-    check: Callable[[Any], dict[str, Any]] = _nothing
+    check: Callable[[Any], dict[str, Any]] = lambda training: {}
 
 
 def measure_figures(
@@ -88,7 +84,6 @@ def measure(
     variants: Mapping[str, Variant],
     context: Context,
     *,
-    clock: Clock | None = None,
     stage: str = "",
     take: Callable[[Steps, Steps, Callable[[str], object]], dict[str, Any]] | None = None,
     **turns: Any,
@@ -96,8 +91,9 @@ def measure(
     """Measure variants that fit into memory together; return the samples of the right ones. Collective.
 
     Args:
-        clock: None: the options' `steps_per_sample` steps in steady state.
         take: replaces `samples_in_turns`: of runs, preparations, and what to call at each turn.
+        turns: arguments of `samples_in_turns`. Without a clock, the options say `rounds` and `max_seconds`,
+            and a sample is their `steps_per_sample` steps in steady state.
     """
     rows = {name: variant.row for name, variant in variants.items()}
     built: dict[str, Any] = {}
@@ -115,8 +111,10 @@ def measure(
         prepare = {name: partial(way, left[name]) for name, way in ways.items() if way is not None}
         if take is not None:
             return take(runs, prepare, turn)
-        own_clock = clock or SteadyStateClock(context.device, context.options.steps_per_sample)
-        return samples_in_turns(runs, context, turn, own_clock, prepare=prepare, stage=stage, **turns)
+        if "clock" not in turns:
+            turns["clock"] = SteadyStateClock(context.device, context.options.steps_per_sample)
+            turns.update((key, getattr(context.options, key)) for key in ("rounds", "max_seconds"))
+        return samples_in_turns(runs, context, turn, prepare=prepare, stage=stage, **turns)
 
     samples = time_what_fits(built, rows, context, time_together)
     for name in tuple(samples):
@@ -265,10 +263,16 @@ SETTLE_S = 1.5
 samples would be too short and the next ones too long."""
 SPREAD = Column("spread", "spread", ".1%", note="(p90 - p10) / median")
 _FIRST_IS = "how many times as fast the first variant is, the median over rounds"
+
+
+def interval(key: str, form: str) -> tuple[Column, Column]:
+    """Return the columns of the ends of an interval, in reports alone; see `harness.ratio_fields`."""
+    return Column(f"{key}_low", "95% from", form, wide=True), Column(f"{key}_high", "to", form, wide=True)
+
+
 COMPARISON = (
     Column("first_is", "first x", ".3f", note=_FIRST_IS),
-    Column("first_is_low", "95% from", ".3f", wide=True),
-    Column("first_is_high", "to", ".3f", wide=True),
+    *interval("first_is", ".3f"),
     Column("verdict", "verdict", wide=True),
 )
 """The columns of rows that are compared with the first variant."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lmkit.core.autograd import differentiable_once
 from lmkit.core.loss import check_targets
-from lmkit.kernels.launch import LaunchCache, Start, count_tiles, prepare_launch
+from lmkit.kernels.launch import Launch, calls_of, count_tiles
 from lmkit.kernels.operators import save_once
 
 LOG2_E = tl.constexpr(1.4426950408889634)  # exp(x) = 2^(x * LOG2_E)
@@ -116,17 +116,15 @@ def cross_entropy_kernel(
         tl.store(logits + target, of_target.to(kind), mask=counts & (target < vocab_size))
 
 
-def _prepare(tensors: tuple[Tensor, ...], options: tuple) -> Start:
-    logits, *_ = tensors
+def _launch(options: tuple, logits: Tensor, *_: Tensor) -> Launch:
     rows, vocab_size = logits.shape
     block = min(BLOCK_BYTES // logits.element_size(), triton.next_power_of_2(vocab_size))
     constants = {"GRADIENT": options[0], "BLOCK": block, "GROUP": min(GROUP, block)}
     constants |= {"num_warps": min(max(block // 256, 1), 16), "maxnreg": REGISTERS}
-    numbers = (logits.stride(0), vocab_size)
-    return prepare_launch(cross_entropy_kernel, (rows, 1), tensors, numbers, constants)
+    return (rows, 1), (logits.stride(0), vocab_size), constants
 
 
-calls = LaunchCache(_prepare)
+calls = calls_of(cross_entropy_kernel, _launch)
 
 
 @triton.jit
@@ -144,13 +142,12 @@ def scale_kernel(
     tl.store(out_pointer + index, (x * scale).to(out_pointer.dtype.element_ty), mask=index < total)
 
 
-def _prepare_scale(tensors: tuple[Tensor, ...], options: tuple) -> Start:
-    total = tensors[0].numel()
+def _scale_launch(options: tuple, x: Tensor, *_: Tensor) -> Launch:
     constants = {"IN_PLACE": options[0], "BLOCK": SCALED_BLOCK, "num_warps": 4}
-    return prepare_launch(scale_kernel, (count_tiles(total, SCALED_BLOCK), 1), tensors, (total,), constants)
+    return (count_tiles(x.numel(), SCALED_BLOCK), 1), (x.numel(),), constants
 
 
-scale_calls = LaunchCache(_prepare_scale)
+scale_calls = calls_of(scale_kernel, _scale_launch)
 
 
 def empty_logits(rows: int, weight: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lmkit.core.autograd import differentiable_once
-from lmkit.kernels.launch import LaunchCache, Start, as_rows, count_tiles, prepare_launch
+from lmkit.kernels.launch import Launch, as_rows, calls_of, count_tiles
 from lmkit.kernels.operators import save_once
 
 ROWS, COLUMNS = 32, 256  # of a tile that a program of the sorted way adds up at a time
@@ -73,25 +73,20 @@ def sorted_sum_kernel(
         tl.store(at, total.to(table_pointer.dtype.element_ty), mask=inside)
 
 
-def _prepare_atomic(tensors: tuple[Tensor, ...], options: tuple) -> Start:
-    grad, *_ = tensors
+def _atomic_launch(options: tuple, grad: Tensor, *_: Tensor) -> Launch:
     constants = {"BLOCK": triton.next_power_of_2(grad.shape[1]), "num_warps": 4}
-    return prepare_launch(
-        scatter_add_kernel, (len(grad), 1), tensors, (grad.stride(0), grad.shape[1]), constants
-    )
+    return (len(grad), 1), (grad.stride(0), grad.shape[1]), constants
 
 
-def _prepare_sorted(tensors: tuple[Tensor, ...], options: tuple) -> Start:
-    grad, *_ = tensors
+def _sorted_launch(options: tuple, grad: Tensor, *_: Tensor) -> Launch:
     places, width = grad.shape
     columns = min(COLUMNS, triton.next_power_of_2(width))
     grid = (places, count_tiles(width, columns))
-    constants = {"ROWS": ROWS, "COLUMNS": columns, "num_warps": 4}
-    return prepare_launch(sorted_sum_kernel, grid, tensors, (grad.stride(0), places, width), constants)
+    return grid, (grad.stride(0), places, width), {"ROWS": ROWS, "COLUMNS": columns, "num_warps": 4}
 
 
-atomic_calls = LaunchCache(_prepare_atomic)
-sorted_calls = LaunchCache(_prepare_sorted)
+atomic_calls = calls_of(scatter_add_kernel, _atomic_launch)
+sorted_calls = calls_of(sorted_sum_kernel, _sorted_launch)
 
 
 def gradient(grad: Tensor, ids: Tensor, vocab_size: int, deterministic: bool, dtype: torch.dtype) -> Tensor:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lmkit.kernels.launch import LaunchCache, Start, as_rows, count_tiles, prepare_launch
+from lmkit.kernels.launch import Launch, as_rows, calls_of, count_tiles
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = tl.constexpr(448.0)
@@ -150,26 +150,21 @@ def cast_transposed_kernel(
         tl.store(scales_pointer + column, tl.zeros((COLUMNS,), tl.float32) + scale, mask=column < columns)
 
 
-def _prepare_rows(tensors: tuple[Tensor, ...], options: tuple) -> Start:
-    x, *_ = tensors
+def _rows_launch(options: tuple, x: Tensor, *_: Tensor) -> Launch:
     rows, columns = x.shape
     block = triton.next_power_of_2(columns)
     together = max(1, 1024 // block)
     warps = min(max(block // 512, 4), 16)
     constants = {"COLUMNS": columns, "BLOCK": block, "ROWS": together, "num_warps": warps}
-    grid = (count_tiles(rows, together), 1)
-    return prepare_launch(cast_rows_kernel, grid, tensors, (x.stride(0), rows), constants)
+    return (count_tiles(rows, together), 1), (x.stride(0), rows), constants
 
 
-def _prepare_transposed(tensors: tuple[Tensor, ...], options: tuple) -> Start:
-    x, *_ = tensors
+def _transposed_launch(options: tuple, x: Tensor, *_: Tensor) -> Launch:
     rows, columns = x.shape
     tiles = count_tiles(rows, TILE_ROWS) * count_tiles(columns, TILE_COLUMNS)
     constants = {"ROWS": TILE_ROWS, "COLUMNS": TILE_COLUMNS, "num_warps": 4}
-    return prepare_launch(
-        cast_transposed_kernel, (tiles, 1), tensors, (x.stride(0), rows, columns), constants
-    )
+    return (tiles, 1), (x.stride(0), rows, columns), constants
 
 
-row_calls = LaunchCache(_prepare_rows)
-transposed_calls = LaunchCache(_prepare_transposed)
+row_calls = calls_of(cast_rows_kernel, _rows_launch)
+transposed_calls = calls_of(cast_transposed_kernel, _transposed_launch)

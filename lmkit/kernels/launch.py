@@ -35,6 +35,8 @@ RESET_RELEASES = "2.14"
 
 Start = Callable[..., None]
 """Launches a kernel on the pointers that it is called with."""
+Launch = tuple[tuple[int, int], tuple, dict[str, Any]]
+"""Grid, numbers and constants of a launch, see `prepare_launch`."""
 
 
 def prepare_launch(
@@ -179,6 +181,16 @@ class LaunchCache:
                         self.prepared.clear()
                     self.prepared[kind] = start
             start(*pointers)
+
+
+def calls_of(kernel: Any, describe: Callable[..., Launch]) -> LaunchCache:
+    """Return the calls of one kernel; `describe(options, *inputs, *outputs)` returns a kind's launch."""
+
+    def prepare(tensors: tuple[Tensor, ...], options: tuple) -> Start:
+        grid, numbers, constants = describe(options, *tensors)
+        return prepare_launch(kernel, grid, tensors, numbers, constants)
+
+    return LaunchCache(prepare)
 
 
 def selected(device: torch.device) -> AbstractContextManager:

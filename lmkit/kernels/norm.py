@@ -23,9 +23,11 @@ from torch import Tensor
 
 from lmkit.core.autograd import differentiable_once
 from lmkit.kernels.launch import (
+    Launch,
     LaunchCache,
     Start,
     as_rows,
+    calls_of,
     count_sms,
     count_tiles,
     prepare_call,
@@ -118,25 +120,21 @@ def block_constants(width: int) -> dict[str, int]:
     return {"BLOCK": block, "num_warps": 1 if block <= 512 else min(max(4, block // 512), 16)}
 
 
-def _prepare_forward(tensors: tuple[Tensor, ...], options: tuple) -> Start:
-    x, delta, *_ = tensors
-    eps, add, _ = options
+def _forward_launch(options: tuple, x: Tensor, delta: Tensor, *_: Tensor) -> Launch:
+    eps, add, _dtype = options
     numbers = (x.stride(0), delta.stride(0), x.shape[1], eps)
-    constants = {"ADD": add, **block_constants(x.shape[1])}
-    return prepare_launch(add_norm_kernel, (len(x), 1), tensors, numbers, constants)
+    return (len(x), 1), numbers, {"ADD": add, **block_constants(x.shape[1])}
 
 
-def _prepare_backward(tensors: tuple[Tensor, ...], options: tuple) -> Start:
-    grad, past, total, *_ = tensors
+def _backward_launch(options: tuple, grad: Tensor, past: Tensor, total: Tensor, *_: Tensor) -> Launch:
     with_past, programs, atomic = options
     rows, width = grad.shape
     numbers = (grad.stride(0), past.stride(0), total.stride(0), rows, width)
-    constants = {"PAST": with_past, "ATOMIC": atomic, **block_constants(width)}
-    return prepare_launch(norm_gradient_kernel, (programs, 1), tensors, numbers, constants)
+    return (programs, 1), numbers, {"PAST": with_past, "ATOMIC": atomic, **block_constants(width)}
 
 
-forward_calls = LaunchCache(_prepare_forward)
-backward_calls = LaunchCache(_prepare_backward)
+forward_calls = calls_of(add_norm_kernel, _forward_launch)
+backward_calls = calls_of(norm_gradient_kernel, _backward_launch)
 
 
 class AddRMSNorm(torch.autograd.Function):
@@ -304,16 +302,14 @@ def _prepare_heads_forward(tensors: tuple[Tensor, ...], options: tuple) -> Start
     return lambda qkv, q_gain, k_gain, out: start(qkv, q_gain, k_gain, qkv, out)
 
 
-def _prepare_heads_backward(tensors: tuple[Tensor, ...], options: tuple) -> Start:
-    qkv, q_gain, sums = tensors[1], tensors[2], tensors[-1]
+def _heads_backward_launch(options: tuple, _: Tensor, qkv: Tensor, q_gain: Tensor, *others: Tensor) -> Launch:
     kv_heads, eps = options
     numbers = (qkv.numel() // len(q_gain), eps)
-    constants = _heads_constants(qkv.shape[-1], len(q_gain), kv_heads)
-    return prepare_launch(heads_norm_gradient_kernel, (len(sums), 1), tensors, numbers, constants)
+    return (len(others[-1]), 1), numbers, _heads_constants(qkv.shape[-1], len(q_gain), kv_heads)
 
 
 heads_forward_calls = LaunchCache(_prepare_heads_forward)
-heads_backward_calls = LaunchCache(_prepare_heads_backward)
+heads_backward_calls = calls_of(heads_norm_gradient_kernel, _heads_backward_launch)
 
 
 class HeadsNorm(torch.autograd.Function):

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lmkit.kernels.launch import LaunchCache, Start, prepare_launch
+from lmkit.kernels.launch import Launch, calls_of
 
 
 def rope_(qkv: Tensor, cos_sin: Tensor, kv_heads: int, *, reuse_grad: bool = False) -> Tensor:
@@ -76,35 +76,27 @@ def rope_kernel(
         tl.store(out + TURNED + kept, v, mask=kept < KEPT)
 
 
-def _prepare(tensors: tuple[Tensor, ...], options: tuple) -> Start:
-    source, table, _ = tensors
-    kv_heads, inverse, in_place, out_strides = options
+def _launch(options: tuple, source: Tensor, table: Tensor, out: Tensor) -> Launch:
+    kv_heads, inverse, in_place = options
     batch, seq, width = source.shape
     head_dim = 2 * table.shape[-2]
     kept = kv_heads * head_dim
     turned = width - kept
     block = triton.next_power_of_2(turned)
-    numbers = (*source.stride()[:2], *out_strides, table.stride(0) if table.dim() == 4 else 0, seq)
-    constants = {
-        "HEAD_DIM": head_dim,
-        "TURNED": turned,
-        "KEPT": 0 if in_place else kept,
-        "INVERSE": inverse,
-        "BLOCK": block,
-        "REST": triton.next_power_of_2(kept),
-        "num_warps": 1 if block <= 512 else min(max(4, block // 1024), 16),
-    }
-    return prepare_launch(rope_kernel, (batch * seq, 1), tensors, numbers, constants)
+    numbers = (*source.stride()[:2], *out.stride()[:2], table.stride(0) if table.dim() == 4 else 0, seq)
+    channels = {"HEAD_DIM": head_dim, "TURNED": turned, "KEPT": 0 if in_place else kept, "INVERSE": inverse}
+    warps = 1 if block <= 512 else min(max(4, block // 1024), 16)
+    blocks = {"BLOCK": block, "REST": triton.next_power_of_2(kept), "num_warps": warps}
+    return (batch * seq, 1), numbers, channels | blocks
 
 
-calls = LaunchCache(_prepare)
+calls = calls_of(rope_kernel, _launch)
 
 
 def _rotate(source: Tensor, out: Tensor, cos_sin: Tensor, kv_heads: int, inverse: bool) -> None:
     """Write the rotated `source` to `out`, which may be the same tensor."""
     if source.numel():
-        options = (kv_heads, inverse, out is source, out.stride()[:2])
-        calls((source, cos_sin.contiguous()), (out,), options)
+        calls((source, cos_sin.contiguous()), (out,), (kv_heads, inverse, out is source))
 
 
 class Rope(torch.autograd.Function):

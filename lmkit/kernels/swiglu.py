@@ -13,7 +13,6 @@ again for the cast. The bits are those of `cast_rows` on the result.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from lmkit.core.autograd import differentiable_once
 from lmkit.kernels.fp8 import keep_cast, make_room, pack, scale_of_rows
-from lmkit.kernels.launch import LaunchCache, Start, count_tiles, prepare_launch
+from lmkit.kernels.launch import Launch, calls_of, count_tiles
 from lmkit.kernels.operators import save_once
 
 BLOCK = 1024  # elements of the result a program
@@ -133,23 +132,23 @@ def swiglu_gradient_cast_kernel(
     tl.store(scale_pointer + row + tl.arange(0, 1), scale)
 
 
-def _prepare(kernel: Any, tensors: tuple[Tensor, ...], options: tuple) -> Start:
-    total = tensors[0].numel() // 2
-    constants = {"D_FF": tensors[0].shape[-1] // 2, "BLOCK": BLOCK, "num_warps": WARPS}
-    return prepare_launch(kernel, (count_tiles(total, BLOCK), 1), tensors, (total,), constants)
+def _launch(options: tuple, joint: Tensor, *_: Tensor) -> Launch:
+    total = joint.numel() // 2
+    constants = {"D_FF": joint.shape[-1] // 2, "BLOCK": BLOCK, "num_warps": WARPS}
+    return (count_tiles(total, BLOCK), 1), (total,), constants
 
 
-def _prepare_cast(kernel: Any, tensors: tuple[Tensor, ...], options: tuple) -> Start:
-    rows, width = tensors[0].shape
+def _cast_launch(options: tuple, joint: Tensor, *_: Tensor) -> Launch:
+    rows, width = joint.shape
     block = triton.next_power_of_2(width // 2)
     constants = {"D_FF": width // 2, "BLOCK": block, "num_warps": min(max(block // 512, 1), 16)}
-    return prepare_launch(kernel, (rows, 1), tensors, (), constants)
+    return (rows, 1), (), constants
 
 
-forward_calls = LaunchCache(partial(_prepare, swiglu_kernel))
-backward_calls = LaunchCache(partial(_prepare, swiglu_gradient_kernel))
-cast_forward_calls = LaunchCache(partial(_prepare_cast, swiglu_cast_kernel))
-cast_backward_calls = LaunchCache(partial(_prepare_cast, swiglu_gradient_cast_kernel))
+forward_calls = calls_of(swiglu_kernel, _launch)
+backward_calls = calls_of(swiglu_gradient_kernel, _launch)
+cast_forward_calls = calls_of(swiglu_cast_kernel, _cast_launch)
+cast_backward_calls = calls_of(swiglu_gradient_cast_kernel, _cast_launch)
 
 
 class SwiGLU(torch.autograd.Function):

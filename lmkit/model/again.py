@@ -11,19 +11,17 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 
-def again(function: Callable[..., Any], *inputs: Tensor | None) -> Any:
+def again(function: Callable[..., Any], *inputs: Tensor | None, **options: Any) -> Any:
     """Return function(*inputs); its backward pass keeps only the inputs and computes the function, which draws no
-    random numbers, again."""
-    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+    random numbers, again. `options`: of `torch.utils.checkpoint.checkpoint`."""
+    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False, **options)
 
 
 def again_but_products(function: Callable[..., Any], *inputs: Tensor) -> Any:
     """Do as `again`, but let the compiler, too, compute no matrix product at the end of the function again."""
     if not torch.compiler.is_compiling():
         return again(function, *inputs)
-    return checkpoint(
-        function, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=_PRODUCTS_KEPT
-    )
+    return again(function, *inputs, context_fn=_PRODUCTS_KEPT)
 
 
 def _keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -43,8 +43,7 @@ class Fused(Operations):
             return super().add_rms_norm(x, delta, gain, eps)
         device_type = x.device.type
         # Under autocast a matrix product reads the norm: it is written as the product wants it.
-        autocast = torch.is_autocast_enabled(device_type)
-        dtype = torch.get_autocast_dtype(device_type) if autocast else x.dtype
+        dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x.dtype
         if delta is None:
             return x, rms_norm(x, gain, eps=eps, dtype=dtype)
         return add_rms_norm(x, delta, gain, eps=eps, dtype=dtype)
@@ -79,16 +78,12 @@ class Fused(Operations):
 
 def refuse_unsupported(weight: Tensor) -> None:
     """Raise UsageError unless the kernels run on the weight's device and in its dtype."""
+    wrong = ""
     if weight.dtype not in DTYPES or not (weight.is_cuda or INTERPRETED):
-        raise UsageError(
-            "operations.unsupported",
-            f'model.operations: "fused" runs in float32, float16 and bfloat16 on a CUDA device, '
-            f"not in {str(weight.dtype).removeprefix('torch.')} on {weight.device.type}",
-            hint='use "auto" or "plain"',
-        )
-    if weight.is_cuda and torch.cuda.get_device_capability(weight.device) < OLDEST:
-        raise UsageError(
-            "operations.unsupported",
-            'model.operations: "fused" needs Triton, which is for GPUs of compute capability 8.0 and more',
-            hint='use "auto" or "plain"',
-        )
+        given = f"{str(weight.dtype).removeprefix('torch.')} on {weight.device.type}"
+        wrong = f"runs in float32, float16 and bfloat16 on a CUDA device, not in {given}"
+    elif weight.is_cuda and torch.cuda.get_device_capability(weight.device) < OLDEST:
+        wrong = "needs Triton, which is for GPUs of compute capability 8.0 and more"
+    if wrong:
+        found = f'model.operations: "fused" {wrong}'
+        raise UsageError("operations.unsupported", found, hint='use "auto" or "plain"')

@@ -22,12 +22,7 @@ from lmkit.recipe.tables import ModelConfig
 from lmkit.registry import ATTENTION
 from lmkit.storage.inputs import read_object
 
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
+ARCHITECTURES = {kind: f"{kind.capitalize()}ForCausalLM" for kind in ("llama", "mistral", "qwen2", "qwen3")}
 _THEIRS = {
     "token_embeddings": "model.embed_tokens",
     "layers": "model.layers",

@@ -52,12 +52,8 @@ PEER_LAYER_BYTES = 256 << 20
 """If a layer's gathered weights have more bytes on average, the backend gathers them; else ranks copy them from each
 other's GPUs. On two H200, NCCL is faster at 450 MB a layer, and copies, whose barriers occupy SMs, at 23 MB."""
 
-NORM = "norms"
-INPUTS = "inputs of products"
-QKV = "q, k, v"
-OUT = "attention"
-GATE_UP = "gate, up"
-SWIGLU = "SwiGLU"
+NORM, INPUTS, QKV = "norms", "inputs of products", "q, k, v"
+OUT, GATE_UP, SWIGLU = "attention", "gate, up", "SwiGLU"
 
 
 @dataclass(frozen=True)
@@ -114,8 +110,7 @@ def saved(config: ModelConfig, form: Form) -> Mapping[str, int]:
         SWIGLU: form.product * d_ff * (1 if fused or form.compiled else 2),  # the result, and silu(gate)
     }
     if others:
-        fields = type(config).model_fields
-        without = config.model_copy(update={key: fields[key].default for key in others})
+        without = config.model_copy(update={key: ModelConfig.model_fields[key].default for key in others})
         kinds[", ".join(sorted(others))] = _kept_by_core(config, form) - _kept_by_core(without, form)
     return kinds
 

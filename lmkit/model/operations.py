@@ -6,16 +6,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lmkit.attention.dispatch import runs_on
 from lmkit.core.loss import linear_cross_entropy
 from lmkit.core.model import rms_norm, rotate_joint
-from lmkit.errors import UsageError
 from lmkit.registry import OPERATIONS
 
 
@@ -83,21 +82,9 @@ def choose_operations(name: str, weight: Tensor) -> Operations:
     if weight.is_meta:
         return PLAIN
     if name == "auto":
-        name = next(filter(partial(_runs, weight), OPERATIONS.names))
+        name = next(name for name in OPERATIONS.names if runs_on(OPERATIONS, name, weight))
     elif (check := OPERATIONS.facts(name).check) is not None:
         OPERATIONS.function_of(name, check)(weight)
     made: Operations = OPERATIONS.load(name)()
     made.name = OPERATIONS.entry(name).name
     return made
-
-
-def _runs(weight: Tensor, name: str) -> bool:
-    facts = OPERATIONS.facts(name)
-    if weight.device.type not in facts.devices or facts.missing:
-        return False
-    try:
-        if facts.check is not None:
-            OPERATIONS.function_of(name, facts.check)(weight)
-    except UsageError:
-        return False
-    return True

@@ -300,14 +300,10 @@ class TransformerLM(core.TransformerLM):
     def _keeps(self, x: Tensor) -> Sequence[Keep]:
         """Return what each block keeps of x (batch, seq, d_model) for the backward pass."""
         device, operations = x.device.type, self.layers.operations or self.operations
-        autocast = torch.is_autocast_enabled(device)
-        form = Form(
-            OPERATIONS.facts(operations.name).reuses_memory,
-            device,
-            stream=x.element_size(),
-            product=torch.get_autocast_dtype(device).itemsize if autocast else x.element_size(),
-            compiled=self.config.compile != "none",
-        )
+        stream, compiled = x.element_size(), self.config.compile != "none"
+        product = torch.get_autocast_dtype(device).itemsize if torch.is_autocast_enabled(device) else stream
+        reuses_memory = OPERATIONS.facts(operations.name).reuses_memory
+        form = Form(reuses_memory, device, stream=stream, product=product, compiled=compiled)
         return kept_by_layers(self.config, form, tokens=x.shape[0] * x.shape[1])
 
     def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
@@ -388,8 +384,7 @@ def joined_product(x: Tensor, *layers: Linear) -> Tensor:
     weight = join(weights)
     if biases and len(biases) < len(layers):  # somebody replaced a layer by one with a bias
         biases = [weight.new_zeros(len(x.weight)) if x.bias is None else x.bias for x in layers]
-    bias = join(biases).to(weight.dtype) if biases else None
-    return layers[0].product(x, weight, bias)
+    return layers[0].product(x, weight, join(biases).to(weight.dtype) if biases else None)
 
 
 def join(parts: Sequence[Tensor]) -> Tensor:

@@ -50,7 +50,7 @@ class TorchDDP(Strategy):
             )
         # A compiled block is smaller than a bucket, so splitting its graph at buckets gains nothing.
         torch._dynamo.config.optimize_ddp = False
-        self._ddp = DistributedDataParallel(
+        self._ddp = _Synchronised(
             _Dispatch(model),
             device_ids=[self.ranks.device.index] if self.ranks.device.type == "cuda" else None,
             bucket_cap_mb=self.config.bucket_mb,
@@ -63,7 +63,7 @@ class TorchDDP(Strategy):
             weakref.finalize(holder, lambda group: None, dist.group.WORLD).atexit = False
         if self.config.reduce_dtype == "bf16":
             self._ddp.register_comm_hook(None, default_hooks.bf16_compress_hook)
-        return _Synchronised(self._ddp)
+        return self._ddp
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -88,19 +88,12 @@ class _Dispatch(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, method: str = "__call__", **kwargs: Any) -> Any:
         return getattr(self.model, method)(*args, **kwargs)
 
 
-class _Synchronised(nn.Module):
+class _Synchronised(DistributedDataParallel):
     """The model as the training step calls it: `model(ids)` and `model.loss(ids, targets)`."""
 
-    def __init__(self, ddp: DistributedDataParallel) -> None:
-        super().__init__()
-        self.ddp = ddp
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.ddp("__call__", *args, **kwargs)
-
     def loss(self, *args: Any, **kwargs: Any) -> Any:
-        return self.ddp("loss", *args, **kwargs)
+        return self(*args, method="loss", **kwargs)

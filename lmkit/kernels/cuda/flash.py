@@ -160,7 +160,7 @@ def flash_forward(
     q, k, v = (in_place(x) for x in (q, k, v))
     out = empty_in_order_of(q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    arguments = of_call({"q": q, "k": k, "v": v, "out": out}, causal, scale, lse)
+    arguments = of_call(causal, scale, lse, q=q, k=k, v=v, out=out)
     run("naive_forward" if naive else "forward", arguments, q, build)
     return out, lse
 
@@ -182,8 +182,7 @@ def flash_backward(
     and what it returned."""
     dout, q, k, v, out = (in_place(x) for x in (dout, q, k, v, out))
     dq, dk, dv = (empty_in_order_of(x) for x in (q, k, v))
-    tensors = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "dq": dq, "dk": dk, "dv": dv}
-    arguments = of_call(tensors, causal, scale, lse)
+    arguments = of_call(causal, scale, lse, q=q, k=k, v=v, out=out, dout=dout, dq=dq, dk=dk, dv=dv)
     rows = q.shape[0] * q.shape[1]
     size = library_of(q, build).queries_of_a_tile()
     tiles = rows * -(-q.shape[2] // size)
@@ -206,8 +205,8 @@ def in_place(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def of_call(tensors: dict[str, Tensor], causal: bool, scale: float, lse: Tensor) -> Arguments:
-    """Return the arguments of a call, without scratch memory."""
+def of_call(causal: bool, scale: float, lse: Tensor, **tensors: Tensor) -> Arguments:
+    """Return the arguments of a call, without scratch memory; `tensors`: the matrices of `Arguments`."""
     arguments = Arguments(causal=causal, scale=scale, scale_log2=scale * LOG2_E, lse=lse.data_ptr())
     for name, x in tensors.items():
         setattr(arguments, name, Matrix(x.data_ptr(), *x.stride()[:3]))

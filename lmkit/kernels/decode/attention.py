@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lmkit.kernels.launch import LaunchCache, Start, count_tiles, prepare_call, prepare_launch
+from lmkit.kernels.launch import Launch, calls_of, count_tiles, prepare_call
 
 
 @triton.jit(do_not_specialize=["capacity"])
@@ -295,19 +295,10 @@ def prepare_attend(
     rows, kv_heads, capacity, head_dim = keys.shape
     heads = out.shape[1] // head_dim
     split = split_of(rows, head_dim, heads // kv_heads, keys.dtype)
-    constants = {
-        "HEADS": heads,
-        "KV_HEADS": kv_heads,
-        "DIM": head_dim,
-        "PADDED_DIM": triton.next_power_of_2(max(16, head_dim)),
-        "GROUP": triton.next_power_of_2(heads // kv_heads),
-        "SPLIT": split.keys,
-        "TILE": split.tile,
-        "MOST_SPLITS": count_tiles(capacity, split.keys),
-        "STAGES": split.stages,
-        "WINDOW": window or 0,
-        "num_warps": split.warps,
-    }
+    sizes = {"DIM": head_dim, "PADDED_DIM": triton.next_power_of_2(max(16, head_dim)), "WINDOW": window or 0}
+    group = {"HEADS": heads, "KV_HEADS": kv_heads, "GROUP": triton.next_power_of_2(heads // kv_heads)}
+    splits = {"SPLIT": split.keys, "TILE": split.tile, "STAGES": split.stages, "num_warps": split.warps}
+    constants = {**sizes, **group, **splits, "MOST_SPLITS": count_tiles(capacity, split.keys)}
     tensors = (qkv, keys, values, place, cos_sin, out, *space)
     grid = (rows * kv_heads, count_tiles(max(longest, 1), split.keys))
     scale = head_dim**-0.5 * math.log2(math.e)
@@ -353,20 +344,14 @@ def store(k: Tensor, v: Tensor, rows: Tensor, keys: Tensor, values: Tensor) -> N
     store_calls((k, v, rows), (keys, values), (keys.shape[2],))
 
 
-def _prepare_store(tensors: tuple[Tensor, ...], options: tuple) -> Start:
-    k, v, rows, *_ = tensors
+def _store_launch(options: tuple, k: Tensor, v: Tensor, rows: Tensor, *_: Tensor) -> Launch:
     (capacity,) = options
     texts, kv_heads, seq, head_dim = k.shape
-    constants = {
-        "KV_HEADS": kv_heads,
-        "DIM": head_dim,
-        "PADDED_DIM": triton.next_power_of_2(head_dim),
-        "TILE": STORED,
-        "num_warps": 4,
-    }
+    constants = {"KV_HEADS": kv_heads, "DIM": head_dim, "PADDED_DIM": triton.next_power_of_2(head_dim)}
+    constants |= {"TILE": STORED, "num_warps": 4}
     grid = texts * kv_heads, count_tiles(seq, STORED)
     numbers = rows.stride(0), *k.stride()[:3], *v.stride()[:3], seq, capacity
-    return prepare_launch(store_kernel, grid, tensors, numbers, constants)
+    return grid, numbers, constants
 
 
-store_calls = LaunchCache(_prepare_store)
+store_calls = calls_of(store_kernel, _store_launch)

@@ -371,18 +371,10 @@ def prepare_product(
     gain = x if gain is None else gain
     best = x if best is None else best
     tensors = (x, values, scales, out, gain, stream.normed, stream.parts, best, *rules[:3])
-    constants = {
-        "K": columns,
-        "THEN": then,
-        "NORM": num_parts > 0,
-        "FP8": fp8,
-        "PENALTY": rules.penalizes,
-        "MOST_PARTS": triton.next_power_of_2(columns // (2 if rows == 1 else PART)),
-        "TILE_N": tile.outputs,
-        "TILE_K": tile.columns,
-        "STAGES": tile.stages,
-        "num_warps": tile.warps,
-    }
+    most_parts = triton.next_power_of_2(columns // (2 if rows == 1 else PART))
+    of_call = {"K": columns, "THEN": then, "NORM": num_parts > 0, "FP8": fp8, "PENALTY": rules.penalizes}
+    of_tile = {"TILE_N": tile.outputs, "TILE_K": tile.columns, "STAGES": tile.stages, "num_warps": tile.warps}
+    constants = {**of_call, **of_tile, "MOST_PARTS": most_parts}
     kernel = single_row_kernel if rows == 1 else few_rows_kernel
     grid = (count_tiles(outputs, tile.outputs), 1)
     return prepare_call(kernel, grid, tensors, (rows, outputs, eps, num_parts), constants, pdl=pdl)

@@ -239,18 +239,12 @@ def prepare_advance(
     vocab_size, width = logits.shape[1], table.shape[1]
     block = min(BLOCK, triton.next_power_of_2(vocab_size))
     stops = rules.banned if rules.stops is None else rules.stops
-    of_rows = (rows.place, rows.text, rows.number, rows.done, rows.seeds, rows.drawn, rows.logprobs)
-    tensors = (logits, best, rules.settings, *of_rows, rules.seen, stops, table, gain, *stream)
+    tensors = (logits, best, rules.settings, *rows, rules.seen, stops, table, gain, *stream)
     numbers = (vocab_size, rows.text.stride(0), rules.stop, most, num_parts)
-    constants = {
-        "KIND": kind_of(sampling),
-        "LOGPROBS": logprobs,
-        "PENALTY": rules.penalizes,
-        "STOPS": rules.stops is not None,
-        "WIDTH": width,
-        "MOST_PARTS": triton.next_power_of_2(num_parts),
-        "BLOCK": block,
-        "BLOCKS": count_tiles(vocab_size, block),
-        "num_warps": 4 if sampling.temperature == 0 and not logprobs else 16,
-    }
+    drawing = {"KIND": kind_of(sampling), "LOGPROBS": logprobs}
+    of_rules = {"PENALTY": rules.penalizes, "STOPS": rules.stops is not None}
+    of_stream = {"WIDTH": width, "MOST_PARTS": triton.next_power_of_2(num_parts)}
+    blocks = {"BLOCK": block, "BLOCKS": count_tiles(vocab_size, block)}
+    warps = 4 if sampling.temperature == 0 and not logprobs else 16
+    constants = {**drawing, **of_rules, **of_stream, **blocks, "num_warps": warps}
     return prepare_call(advance_kernel, (len(logits), 1), tensors, numbers, constants, pdl=pdl)

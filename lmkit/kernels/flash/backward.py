@@ -19,6 +19,8 @@ transposed scores, so that P^T and dS^T feed the next products from registers. W
 both sums (a tiling with `apart`), the kernel runs twice, once OF_KEYS and once OF_VALUES.
 """
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -27,7 +29,7 @@ from torch import Tensor
 from lmkit.kernels.flash import tiles
 from lmkit.kernels.flash.tiles import LOG2_E
 from lmkit.kernels.flash.tuning import Tiling, prepare_tiled, prepare_tuned
-from lmkit.kernels.launch import LaunchCache, Start, count_tiles, empty_in_order_of, prepare_launch
+from lmkit.kernels.launch import Launch, LaunchCache, Start, calls_of, count_tiles, empty_in_order_of
 
 KEYS_AT_ONCE = 128  # of a program that searches last queries
 PARTS = 16  # of what a step of the search has left, of which it finds the right one
@@ -91,34 +93,25 @@ def last_queries_kernel(first_pointer, last_pointer, num_queries, num_keys, part
     tl.store(last_pointer + batch * num_keys + keys, low - 1, mask=keys < num_keys)
 
 
-def _prepare_last(tensors: tuple[Tensor, ...], options: tuple) -> Start:
-    (batch, num_queries), (num_keys,) = tensors[0].shape, options
+def _last_launch(options: tuple, first: Tensor, _: Tensor) -> Launch:
+    (batch, num_queries), (num_keys,) = first.shape, options
     part = 1
     while part * PARTS < num_queries:
         part *= PARTS
-    numbers = num_queries, num_keys, part
     grid = (batch * count_tiles(num_keys, KEYS_AT_ONCE), 1)
-    return prepare_launch(
-        last_queries_kernel, grid, tensors, numbers, {"BLOCK": KEYS_AT_ONCE, "PARTS": PARTS, "num_warps": 4}
-    )
+    return grid, (num_queries, num_keys, part), {"BLOCK": KEYS_AT_ONCE, "PARTS": PARTS, "num_warps": 4}
 
 
-last_calls = LaunchCache(_prepare_last)
+last_calls = calls_of(last_queries_kernel, _last_launch)
 
 
 def prepare_dq(tensors: tuple[Tensor, ...], options: tuple) -> Start:
     """Return what computes delta and dq in calls of this kind, from the pointers of the nine tensors."""
-    q, k, v, _, dout, *_ = tensors
     causal, scale, precision, tiling, has_first = options
-
-    def prepare(tiling: Tiling) -> Start:
-        tile_rows = {0: tiling.rows, 1: tiling.columns, 2: tiling.columns, 4: tiling.rows}
-        cut = causal or k.shape[2] % tiling.columns != 0
-        constants = {"CAUSAL": causal, "PRECISION": precision, "CUT": cut, "FIRST": has_first}
-        scales = (scale, scale * LOG2_E.value)
-        return prepare_tiled(dq_kernel, tensors, tile_rows, scales, tiling, constants)
-
-    return prepare_tuned("dq", prepare, tensors, (q, k, v, dout), (causal, precision, tiling))
+    loaded, scales = (0, 1, 2, 4), (scale, scale * LOG2_E.value)
+    constants = {"CAUSAL": causal, "PRECISION": precision, "FIRST": has_first}
+    prepare = partial(prepare_tiled, dq_kernel, tensors, loaded, scales, constants)
+    return prepare_tuned("dq", prepare, tensors, loaded, (causal, precision, tiling))
 
 
 @triton.jit(do_not_specialize=["heads"])  # one compilation, however many heads
@@ -241,13 +234,12 @@ def walk_over_keys(
 def prepare_dkdv(tensors: tuple[Tensor, ...], options: tuple) -> Start:
     """Return what computes dk and dv in calls of this kind, from the pointers of the ten tensors."""
     causal, scale, precision, tiling, has_first = options
+    loaded, scales = (0, 1, 2, 3), (scale, scale * LOG2_E.value)
+    common = {"CAUSAL": causal, "PRECISION": precision, "FIRST": has_first}
 
     def prepare_sums(tiling: Tiling, of_keys: bool, of_values: bool) -> Start:
-        tile_rows = {0: tiling.rows, 1: tiling.columns, 2: tiling.columns, 3: tiling.rows}
-        constants = {"CAUSAL": causal, "PRECISION": precision, "OF_KEYS": of_keys, "OF_VALUES": of_values}
-        constants["FIRST"] = has_first
-        scales = (scale, scale * LOG2_E.value)
-        return prepare_tiled(dkdv_kernel, tensors, tile_rows, scales, tiling, constants, by_keys=True)
+        constants = {**common, "OF_KEYS": of_keys, "OF_VALUES": of_values}
+        return prepare_tiled(dkdv_kernel, tensors, loaded, scales, constants, tiling, by_keys=True)
 
     def prepare(tiling: Tiling) -> Start:
         if not tiling.apart:
@@ -260,7 +252,7 @@ def prepare_dkdv(tensors: tuple[Tensor, ...], options: tuple) -> Start:
 
         return start
 
-    return prepare_tuned("dkdv", prepare, tensors, tensors[:4], (causal, precision, tiling))
+    return prepare_tuned("dkdv", prepare, tensors, loaded, (causal, precision, tiling))
 
 
 @triton.jit(do_not_specialize=["kv_heads"])  # one compilation, however many heads

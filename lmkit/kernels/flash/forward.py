@@ -21,6 +21,8 @@ KiB, so two CTAs share an SM of a Hopper GPU (227 KiB).
 `lmkit.core.attention` has the plain formula (`reference`), and the same tiles in PyTorch (`flash_torch`).
 """
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -67,16 +69,10 @@ def flash_forward(
 def prepare_forward(tensors: tuple[Tensor, ...], options: tuple) -> Start:
     """Return what computes out and lse in calls of this kind, from pointers; without `first`, its may be any."""
     causal, scale, precision, tiling, has_first = options
-    num_keys = tensors[1].shape[2]
-
-    def prepare(tiling: Tiling) -> Start:
-        tile_rows = {0: tiling.rows, 1: tiling.columns, 2: tiling.columns}
-        cut = causal or num_keys % tiling.columns != 0
-        constants = {"CAUSAL": causal, "PRECISION": precision, "CUT": cut, "FIRST": has_first}
-        scales = (scale * LOG2_E.value,)
-        return prepare_tiled(forward_kernel, tensors, tile_rows, scales, tiling, constants)
-
-    return prepare_tuned("forward", prepare, tensors, tensors[:3], (causal, precision, tiling))
+    loaded, scales = (0, 1, 2), (scale * LOG2_E.value,)
+    constants = {"CAUSAL": causal, "PRECISION": precision, "FIRST": has_first}
+    prepare = partial(prepare_tiled, forward_kernel, tensors, loaded, scales, constants)
+    return prepare_tuned("forward", prepare, tensors, loaded, (causal, precision, tiling))
 
 
 @triton.jit(do_not_specialize=["heads"])  # one compilation, however many heads

@@ -59,32 +59,23 @@ class Tiling:
     apart: bool = False
 
 
+# C is with TMA, R also with `registers`, S with `split`, A with `apart`.
 T = Tiling
-C = partial(Tiling, descriptors=True)  # with TMA
+C, S, A = partial(T, descriptors=True), partial(T, split=True), partial(T, apart=True)
+R = partial(C, registers=True)
 
 # (kernel, largest head_dim) -> candidates for 16-bit inputs that TMA can reach; the first is the default.
 ALIGNED: dict[tuple[str, int], tuple[Tiling, ...]] = {
-    ("forward", 64): (
-        C(64, 128, 4, 2), C(64, 64, 4, 3, registers=True), C(64, 64, 4, 3), C(128, 64, 4, 3),
-    ),
+    ("forward", 64): (C(64, 128, 4, 2), R(64, 64, 4, 3), C(64, 64, 4, 3), C(128, 64, 4, 3)),
     ("forward", 128): (
-        C(64, 64, 4, 3), C(64, 64, 4, 3, registers=True), C(128, 64, 4, 2), C(128, 128, 8, 3), C(64, 64, 4, 2),
+        C(64, 64, 4, 3), R(64, 64, 4, 3), C(128, 64, 4, 2), C(128, 128, 8, 3), C(64, 64, 4, 2),
     ),
     ("forward", 256): (C(128, 64, 8, 2), C(128, 32, 8, 3), C(64, 32, 4, 2)),
-    ("dq", 64): (
-        C(64, 64, 4, 3), C(64, 64, 4, 3, registers=True), C(128, 64, 8, 3), C(64, 64, 4, 2),
-    ),
-    ("dq", 128): (
-        C(64, 64, 4, 2), C(128, 64, 8, 3), C(128, 64, 8, 3, registers=True), C(64, 32, 4, 3),
-        C(64, 64, 4, 3, registers=True),
-    ),
+    ("dq", 64): (C(64, 64, 4, 3), R(64, 64, 4, 3), C(128, 64, 8, 3), C(64, 64, 4, 2)),
+    ("dq", 128): (C(64, 64, 4, 2), C(128, 64, 8, 3), R(128, 64, 8, 3), C(64, 32, 4, 3), R(64, 64, 4, 3)),
     ("dq", 256): (C(128, 32, 8, 3), C(64, 32, 4, 3), C(64, 32, 4, 2)),
-    ("dkdv", 64): (
-        C(64, 64, 4, 3), C(32, 128, 4, 3), C(64, 64, 4, 2), C(32, 128, 8, 3), C(64, 128, 8, 3),
-    ),
-    ("dkdv", 128): (
-        C(32, 64, 4, 3), C(32, 64, 4, 2), C(64, 128, 8, 3), C(64, 128, 8, 2),
-    ),
+    ("dkdv", 64): (C(64, 64, 4, 3), C(32, 128, 4, 3), C(64, 64, 4, 2), C(32, 128, 8, 3), C(64, 128, 8, 3)),
+    ("dkdv", 128): (C(32, 64, 4, 3), C(32, 64, 4, 2), C(64, 128, 8, 3), C(64, 128, 8, 2)),
     ("dkdv", 256): (
         C(32, 128, 8, 3, apart=True), C(32, 128, 8, 2, apart=True), C(64, 64, 4, 2, apart=True), C(32, 64, 8, 2),
     ),
@@ -92,16 +83,9 @@ ALIGNED: dict[tuple[str, int], tuple[Tiling, ...]] = {
 
 # The same for heads that are worth splitting (see `head_parts`); they replace the candidates above.
 SPLIT: dict[str, tuple[Tiling, ...]] = {
-    "forward": (
-        T(64, 64, 4, 3, split=True), C(64, 64, 4, 3), T(128, 64, 8, 3, split=True), C(64, 64, 4, 3, registers=True),
-    ),
-    "dq": (
-        T(64, 32, 4, 3, split=True), T(64, 64, 4, 2, split=True), T(128, 32, 8, 3, split=True), C(64, 64, 4, 2),
-        C(64, 64, 4, 3, registers=True),
-    ),
-    "dkdv": (
-        T(64, 64, 4, 2, split=True), T(32, 64, 4, 3, split=True), C(64, 128, 8, 3), T(64, 128, 8, 2, split=True),
-    ),
+    "forward": (S(64, 64, 4, 3), C(64, 64, 4, 3), S(128, 64, 8, 3), R(64, 64, 4, 3)),
+    "dq": (S(64, 32, 4, 3), S(64, 64, 4, 2), S(128, 32, 8, 3), C(64, 64, 4, 2), R(64, 64, 4, 3)),
+    "dkdv": (S(64, 64, 4, 2), S(32, 64, 4, 3), C(64, 128, 8, 3), S(64, 128, 8, 2)),
 }  # fmt: skip
 
 # float32, by precision. Never split: Triton 3.6 compiled such a kernel (head_dim 96) to one that read out of bounds.
@@ -115,8 +99,8 @@ FLOAT32: dict[tuple[str, str, int], tuple[Tiling, ...]] = {
     ("bf16x6", "dq", 128): (T(128, 32, 8, 1), T(64, 16, 4, 1)),
     ("bf16x6", "dq", 256): (T(64, 16, 8, 1),),
     ("bf16x6", "dkdv", 64): (T(32, 64, 4, 2), T(32, 128, 8, 2)),
-    ("bf16x6", "dkdv", 128): (T(32, 128, 8, 1, apart=True), T(16, 64, 4, 1, apart=True)),
-    ("bf16x6", "dkdv", 256): (T(16, 64, 4, 1, apart=True), T(16, 64, 8, 1, apart=True)),
+    ("bf16x6", "dkdv", 128): (A(32, 128, 8, 1), A(16, 64, 4, 1)),
+    ("bf16x6", "dkdv", 256): (A(16, 64, 4, 1), A(16, 64, 8, 1)),
     ("ieee", "forward", 64): (T(64, 32, 8, 2), T(128, 32, 16, 2), T(64, 64, 16, 2), T(32, 32, 4, 2)),
     ("ieee", "dq", 64): (T(64, 32, 8, 2), T(32, 32, 8, 2)),
     ("ieee", "dkdv", 64): (T(32, 64, 8, 2), T(32, 32, 8, 2)),
@@ -141,14 +125,14 @@ SHIPPED_CAPABILITY = (9, 0)
 MASKS = (True, False)
 SHIPPED_BFLOAT16: dict[tuple[int, bool], tuple[Tiling, Tiling, Tiling]] = {
     (32, True): (C(64, 64, 4, 3), C(64, 64, 4, 3), C(64, 64, 4, 2)),
-    (32, False): (C(64, 64, 4, 3), C(64, 64, 4, 3, registers=True), C(32, 128, 4, 3)),
-    (64, True): (C(64, 64, 4, 3, registers=True), C(64, 64, 4, 3), C(64, 64, 4, 2)),
+    (32, False): (C(64, 64, 4, 3), R(64, 64, 4, 3), C(32, 128, 4, 3)),
+    (64, True): (R(64, 64, 4, 3), C(64, 64, 4, 3), C(64, 64, 4, 2)),
     (64, False): (C(64, 128, 4, 2), C(128, 64, 8, 3), C(32, 128, 4, 3)),
-    (80, True): (T(64, 64, 4, 3, split=True), T(64, 32, 4, 3, split=True), T(64, 64, 4, 2, split=True)),
-    (80, False): (T(64, 64, 4, 3, split=True), T(64, 32, 4, 3, split=True), T(64, 64, 4, 2, split=True)),
-    (96, True): (C(64, 64, 4, 3, registers=True), C(64, 64, 4, 3, registers=True), T(64, 64, 4, 2, split=True)),
-    (96, False): (C(64, 64, 4, 3), T(64, 64, 4, 2, split=True), C(64, 128, 8, 3)),
-    (128, True): (C(64, 64, 4, 3, registers=True), C(64, 64, 4, 3, registers=True), C(32, 64, 4, 2)),
+    (80, True): (S(64, 64, 4, 3), S(64, 32, 4, 3), S(64, 64, 4, 2)),
+    (80, False): (S(64, 64, 4, 3), S(64, 32, 4, 3), S(64, 64, 4, 2)),
+    (96, True): (R(64, 64, 4, 3), R(64, 64, 4, 3), S(64, 64, 4, 2)),
+    (96, False): (C(64, 64, 4, 3), S(64, 64, 4, 2), C(64, 128, 8, 3)),
+    (128, True): (R(64, 64, 4, 3), R(64, 64, 4, 3), C(32, 64, 4, 2)),
     (128, False): (C(64, 64, 4, 3), C(128, 64, 8, 3), C(64, 128, 8, 3)),
     (256, True): (C(128, 64, 8, 2), C(128, 32, 8, 3), C(32, 128, 8, 2, apart=True)),
     (256, False): (C(128, 64, 8, 2), C(128, 32, 8, 3), C(32, 128, 8, 3, apart=True)),
@@ -156,13 +140,9 @@ SHIPPED_BFLOAT16: dict[tuple[int, bool], tuple[Tiling, Tiling, Tiling]] = {
 SHIPPED_FLOAT32: dict[tuple[int, bool], tuple[Tiling, Tiling, Tiling]] = {
     **dict.fromkeys(product((32,), MASKS), (T(64, 32, 4, 2), T(64, 32, 4, 1), T(32, 64, 4, 2))),
     **dict.fromkeys(product((64,), MASKS), (T(64, 64, 4, 2), T(64, 32, 4, 1), T(32, 64, 4, 2))),
-    **dict.fromkeys(
-        product((80, 96, 128), (True,)), (T(64, 32, 4, 2), T(128, 32, 8, 1), T(32, 128, 8, 1, apart=True))
-    ),
-    **dict.fromkeys(
-        product((80, 96, 128), (False,)), (T(128, 32, 8, 1), T(128, 32, 8, 1), T(32, 128, 8, 1, apart=True))
-    ),
-    **dict.fromkeys(product((256,), MASKS), (T(128, 16, 8, 1), T(64, 16, 8, 1), T(16, 64, 4, 1, apart=True))),
+    **dict.fromkeys(product((80, 96, 128), (True,)), (T(64, 32, 4, 2), T(128, 32, 8, 1), A(32, 128, 8, 1))),
+    **dict.fromkeys(product((80, 96, 128), (False,)), (T(128, 32, 8, 1), T(128, 32, 8, 1), A(32, 128, 8, 1))),
+    **dict.fromkeys(product((256,), MASKS), (T(128, 16, 8, 1), T(64, 16, 8, 1), A(16, 64, 4, 1))),
 }
 
 
@@ -226,8 +206,7 @@ def choose_tiling(case: Case, device: torch.device, launch: Callable[[Tiling], N
     tiling = _chosen.get((device.index, case))
     if tiling is not None:
         return tiling
-    on_gpu = device.type == "cuda"
-    tiling = shipped_tiling(case, capability(device)) if on_gpu else INTERPRETER_TILING
+    tiling = shipped_tiling(case, capability(device)) if device.type == "cuda" else INTERPRETER_TILING
     if tiling is None:
         candidates = candidate_tilings(case, capability(device))
         if torch.cuda.is_current_stream_capturing():
@@ -287,21 +266,20 @@ def prepare_tuned(
     kernel: str,
     prepare: Callable[[Tiling], Start],
     tensors: tuple[Tensor, ...],
-    loaded: tuple[Tensor, ...],
+    loaded: tuple[int, ...],
     options: tuple[bool, str, Tiling | None],
 ) -> Start:
     """Return `prepare(tiling)`; where the tiling is None, of the one that is chosen for the case.
 
-    `tensors` are those whose pointers the kernel takes, `loaded` those that it loads tiles from, q and k first.
-    `options`: causal, precision, tiling.
+    `tensors` and `loaded`: as of `prepare_tiled`. `options`: causal, precision, tiling.
     """
     causal, precision, tiling = options
     prepare = cache(prepare)
     if tiling is None:
         pointers = [x.data_ptr() for x in tensors]
-        q, k, *_ = loaded
-        bucket = length_bucket(k.shape[2])
-        case = Case(kernel, q.shape[3], causal, q.dtype, precision, bucket, tma_reaches(*loaded))
+        q, bucket = tensors[0], length_bucket(tensors[1].shape[2])
+        aligned = tma_reaches(*[tensors[i] for i in loaded])
+        case = Case(kernel, q.shape[3], causal, q.dtype, precision, bucket, aligned)
         tiling = choose_tiling(case, q.device, lambda tiling: prepare(tiling)(*pointers))
     return prepare(tiling)
 
@@ -309,52 +287,45 @@ def prepare_tuned(
 def prepare_tiled(
     kernel: Any,
     tensors: tuple[Tensor, ...],
-    tile_rows: dict[int, int],
+    loaded: tuple[int, ...],
     scales: tuple[float, ...],
-    tiling: Tiling,
     constants: dict[str, Any],
+    tiling: Tiling,
     *,
     by_keys: bool = False,
 ) -> Start:
     """Prepare a launch of one of the kernels, whose parameters after the tensors follow one pattern.
 
     Args:
-        tensors: q and k first. Those of four dimensions also give the kernel their strides, but for the last one, 1.
-        tile_rows: index of a tensor that is loaded in tiles -> rows of its tiles.
+        tensors: q, k and v first. A tensor of four dimensions also gives the kernel its strides, but for the
+            last one, 1.
+        loaded: indices of the tensors that the kernel loads tiles from: tiles of keys from k and v, tiles of
+            queries from the others.
         scales: the last of the kernel's numbers.
         constants: compile-time parameters of this kernel, CAUSAL and PRECISION among them.
-        by_keys: a CTA owns a tile of keys of one key head, not of queries of one query head.
+        by_keys: a CTA owns a tile of keys of one key head, not of queries of one query head, which takes CUT.
     """
     batch, heads, num_queries, head_dim = tensors[0].shape
     kv_heads, num_keys = tensors[1].shape[1:3]
     main, rest = head_parts(head_dim, tiling.split and not tiling.descriptors)
     sources: list[Tensor | TensorDescriptor] = list(tensors)
     if tiling.descriptors:
-        for i, rows in tile_rows.items():
-            x = tensors[i]
+        for i in loaded:
+            x, rows = tensors[i], tiling.columns if i in (1, 2) else tiling.rows
             sources[i] = TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, main])
     strides = [stride for x in tensors if x.dim() == 4 for stride in x.stride()[:3]]
-    owners = kv_heads if by_keys else heads
-    tiles = count_tiles(num_keys, tiling.columns) if by_keys else count_tiles(num_queries, tiling.rows)
+    owners, tiles = kv_heads, count_tiles(num_keys, tiling.columns)
+    if not by_keys:
+        owners, tiles = heads, count_tiles(num_queries, tiling.rows)
+        constants = {**constants, "CUT": constants["CAUSAL"] or num_keys % tiling.columns != 0}
     if INTERPRETED:
         constants["PRECISION"] = "ieee"  # NumPy multiplies exactly, whatever was asked for
-    return prepare_launch(
-        kernel,
-        (tiles * batch * owners, 1),
-        sources,
-        (*strides, owners, heads // kv_heads, num_queries, num_keys, *scales),
-        {
-            "HEAD_DIM": head_dim,
-            "MAIN": main,
-            "REST": rest,
-            "ROWS": tiling.rows,
-            "COLUMNS": tiling.columns,
-            "REGISTERS": tiling.registers,
-            "num_warps": tiling.warps,
-            "num_stages": tiling.stages,
-            **constants,
-        },
-    )
+    numbers = (*strides, owners, heads // kv_heads, num_queries, num_keys, *scales)
+    of_head = {"HEAD_DIM": head_dim, "MAIN": main, "REST": rest}
+    of_tile = {"ROWS": tiling.rows, "COLUMNS": tiling.columns, "REGISTERS": tiling.registers}
+    options = {"num_warps": tiling.warps, "num_stages": tiling.stages}
+    constants = {**of_head, **of_tile, **options, **constants}
+    return prepare_launch(kernel, (tiles * batch * owners, 1), sources, numbers, constants)
 
 
 def tma_reaches(*tensors: Tensor) -> bool:

@@ -212,31 +212,15 @@ def _prepare_fast(kind: _Kind) -> tuple[int, Start]:
     finish_kernel."""
     num_queries, _, padded, batch, heads, *_ = kind.sizes
     head_dim, width, plane = kind.q_shape[3], kind.width, kind.plane
-    grid = (batch * heads, padded // PASS_ROWS)
+    grid, sizes = (batch * heads, padded // PASS_ROWS), (num_queries, padded, heads)
     constants = {"D": width, "HEAD_DIM": head_dim, "ROWS": PASS_ROWS, "num_warps": 4} | LAUNCH_OPTIONS
-    launch_prepare = prepare_launch(
-        prepare_kernel,
-        grid,
-        [kind.dtype, kind.dtype, *[torch.float32] * 4],
-        (
-            num_queries,
-            padded,
-            heads,
-            kind.scale,
-            *kind.eighths(kind.out_strides),
-            *kind.eighths(kind.dout_strides),
-        ),
-        constants,
-    )
+    pointers = [kind.dtype, kind.dtype, *[torch.float32] * 4]
+    numbers = (*sizes, kind.scale, *kind.eighths(kind.out_strides), *kind.eighths(kind.dout_strides))
+    launch_prepare = prepare_launch(prepare_kernel, grid, pointers, numbers, constants)
     launch_keys = _prepare_keys(kind, add_dq=True)
     is_staggered = kind.is_staggered
-    launch_finish = prepare_launch(
-        finish_kernel,
-        grid,
-        [torch.float32, kind.dtype],
-        (num_queries, padded, heads, *kind.eighths(kind.output_strides[0])),
-        constants,
-    )
+    numbers = (*sizes, *kind.eighths(kind.output_strides[0]))
+    launch_finish = prepare_launch(finish_kernel, grid, [torch.float32, kind.dtype], numbers, constants)
 
     def start(q, k, v, out, lse, dout, dq, dk, dv, lse_log2, first, last, drawn):
         delta, total = lse_log2 + 4 * plane, lse_log2 + 8 * plane  # bytes; a plane is a multiple of 512 bytes
@@ -250,32 +234,21 @@ def _prepare_fast(kind: _Kind) -> tuple[int, Start]:
 def _prepare_deterministic(kind: _Kind) -> tuple[int, Start]:
     """Return the size of the scratch, and launches of dQ with delta, then of dK and dV."""
     width, plane, config = kind.width, kind.plane, CONFIGS[kind.width]
-    launch_queries = prepare_launch(
-        dq_kernel,
-        (plane // PADDING, 1),
-        [
-            kind.queries(kind.q_strides, PADDING),
-            kind.keys(kind.k_strides, config.query_keys),
-            kind.keys(kind.v_strides, config.query_keys),
-            kind.queries(kind.dout_strides, PADDING),
-            kind.queries(kind.output_strides[0], PADDING),
-            *(torch.float32, torch.float32, torch.float32, kind.dtype, torch.int32),
-        ],
-        (*kind.eighths(kind.out_strides), *kind.sizes, kind.sizes[2] // PADDING, *kind.scales),
-        {
-            "D": width,
-            "HEAD_DIM": kind.q_shape[3],
-            "USED": used_of(kind.q_shape[3]),
-            "KEYS": config.query_keys,
-            "K_STAGES": config.query_k_stages,
-            "V_STAGES": config.query_v_stages,
-            "CAUSAL": kind.causal,
-            "TAIL": kind.k_shape[2] % config.query_keys != 0,
-            "FIRST": kind.has_first,
-            "num_warps": 8,
-            **GLUON_OPTIONS,
-        },
-    )
+    tensors = [
+        kind.queries(kind.q_strides, PADDING),
+        kind.keys(kind.k_strides, config.query_keys),
+        kind.keys(kind.v_strides, config.query_keys),
+        kind.queries(kind.dout_strides, PADDING),
+        kind.queries(kind.output_strides[0], PADDING),
+        *(torch.float32, torch.float32, torch.float32, kind.dtype, torch.int32),
+    ]
+    numbers = (*kind.eighths(kind.out_strides), *kind.sizes, kind.sizes[2] // PADDING, *kind.scales)
+    head_dim, keys = kind.q_shape[3], config.query_keys
+    heads = {"D": width, "HEAD_DIM": head_dim, "USED": used_of(head_dim)}
+    blocks = {"KEYS": keys, "K_STAGES": config.query_k_stages, "V_STAGES": config.query_v_stages}
+    of_call = {"CAUSAL": kind.causal, "FIRST": kind.has_first, "TAIL": kind.k_shape[2] % keys != 0}
+    constants = {**heads, **blocks, **of_call, "num_warps": 8, **GLUON_OPTIONS}
+    launch_queries = prepare_launch(dq_kernel, (plane // PADDING, 1), tensors, numbers, constants)
     launch_keys = _prepare_keys(kind, add_dq=False)
 
     def start(q, k, v, out, lse, dout, dq, dk, dv, lse_log2, first, last, drawn):

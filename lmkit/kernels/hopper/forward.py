@@ -194,38 +194,21 @@ def _prepare(q_shape, q_strides, k_shape, k_strides, v_strides, dtype, device, c
     num_tiles = count_tiles(num_queries, CONSUMER_ROWS.value * config.consumers)
     units = batch * heads * ((num_tiles + 1) // 2 if causal and not has_first else num_tiles)
     out_strides = strides_in_order_of(q_shape, q_strides)
+    tensors = [
+        head_boxes(q_shape, q_strides, dtype, CONSUMER_ROWS.value, width),
+        head_boxes(k_shape, k_strides, dtype, config.keys, width),
+        head_boxes(k_shape, v_strides, dtype, config.keys, width),
+        head_boxes(q_shape, out_strides, dtype, CONSUMER_ROWS.value, width),
+        *(torch.float32, torch.int32, torch.int32),
+    ]
+    sizes = (num_queries, num_keys, heads, heads // k_shape[1], num_tiles, batch * heads)
+    numbers = (*sizes, scale * math.log2(math.e))
+    of_call = {"CAUSAL": causal, "FIRST": has_first, "TAIL": num_keys % config.keys != 0}
+    partitions = {"CONSUMERS": config.consumers, "REGISTERS": consumer_registers, "num_warps": 4}
+    memory = {"KEYS": config.keys, "STAGES": config.stages, "OWN_O": config.own_o}
+    options = {"maxnreg": registers, "launch_pdl": True, **HOPPER_OPTIONS}
+    constants = {"D": width, "USED": used_of(head_dim), **of_call, **partitions, **memory, **options}
+    grid = (min(units, count_sms(device)), 1)
     with hopper_assembler():
-        launch = prepare_launch(
-            forward_kernel,
-            (min(units, count_sms(device)), 1),
-            [
-                head_boxes(q_shape, q_strides, dtype, CONSUMER_ROWS.value, width),
-                head_boxes(k_shape, k_strides, dtype, config.keys, width),
-                head_boxes(k_shape, v_strides, dtype, config.keys, width),
-                head_boxes(q_shape, out_strides, dtype, CONSUMER_ROWS.value, width),
-                torch.float32,
-                torch.int32,
-                torch.int32,
-            ],
-            (
-                *(num_queries, num_keys, heads, heads // k_shape[1], num_tiles, batch * heads),
-                scale * math.log2(math.e),
-            ),
-            {
-                "D": width,
-                "USED": used_of(head_dim),
-                "KEYS": config.keys,
-                "STAGES": config.stages,
-                "CAUSAL": causal,
-                "TAIL": num_keys % config.keys != 0,
-                "CONSUMERS": config.consumers,
-                "OWN_O": config.own_o,
-                "REGISTERS": consumer_registers,
-                "FIRST": has_first,
-                "num_warps": 4,
-                "maxnreg": registers,
-                "launch_pdl": True,
-                **HOPPER_OPTIONS,
-            },
-        )
+        launch = prepare_launch(forward_kernel, grid, tensors, numbers, constants)
     return out_strides, q_shape[:3], (heads * num_queries, num_queries, 1), launch

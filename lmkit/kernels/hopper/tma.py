@@ -58,8 +58,7 @@ def head_boxes(
 
 def flat_boxes(shape: tuple[int, ...], box: tuple[int, ...]) -> TensorDescriptor:
     """Describe a dense float32 tensor that is copied in boxes of this shape."""
-    strides = torch.empty(shape, device="meta").stride()
-    return _boxes(shape, strides, torch.float32, box)
+    return _boxes(shape, torch.empty(shape, device="meta").stride(), torch.float32, box)
 
 
 def _boxes(
