@@ -104,6 +104,7 @@ CALLED = {
         *(("attention kernel 'my_kernel'", *case) for case in (
             ("None", "NoneType"), ("(q, None)", "tuple"), ("q[:, :1]", "(2, 1, "), ("q.double()", "float64"),
             ("q.to('meta')", "on meta"), ("q", "wrong attention: relative error"),
+            ("q.detach()", "a tensor without a gradient"),
             ("q * float('nan')", "wrong attention: relative error nan"),
         )),
         ("optimizer 'my_optimizer'", "None", "NoneType"),

@@ -167,6 +167,8 @@ def check_values(name: str, qkv: Tensor, kv_heads: int, head_dim: int) -> None:
         given = qkv.detach().requires_grad_()
         with torch.enable_grad():
             out = compute(given)
+            if not out.requires_grad:
+                raise wrong_result(ATTENTION, name, "a tensor without a gradient")
             # Squares: a gradient that is equal everywhere hides errors.
             (gradient,) = torch.autograd.grad(out.square().sum(), given)
         return out.detach().double(), gradient.double()

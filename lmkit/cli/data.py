@@ -83,8 +83,11 @@ def encode(
         tokenizer: A tokenizer.json: lmkit tokenizer train makes one.
     """
     from lmkit.data.encoding import encode_corpus
+    from lmkit.data.token_files import PARTS
+    from lmkit.storage.outputs import refuse_replacing
     from lmkit.tokenizer import Tokenizer
 
+    refuse_replacing([output.parent / f"{output.stem}{part}" for part in PARTS], [tokenizer])
     with progress_on_stderr() as progress:
         meta = encode_corpus(
             sources,

@@ -12,7 +12,7 @@ import typer
 
 from lmkit.cli.console import Result, progress_on_stderr, show, write
 from lmkit.cli.options import Commands
-from lmkit.errors import UsageError, reason
+from lmkit.errors import LmkitError, UsageError, reason
 from lmkit.storage.inputs import read_input
 
 if TYPE_CHECKING:
@@ -104,8 +104,12 @@ def _read_prompts(given: list[str] | None, file: Path | None) -> list[str] | Non
     """Return all prompts that flags name; None if there are none."""
     prompts = list(given or ())
     if "-" in prompts:
-        typed = sys.stdin.buffer.read().decode("utf-8-sig", "replace")
-        typed = typed.replace("\r\n", "\n").removesuffix("\n")
+        try:
+            typed = sys.stdin.buffer.read().decode("utf-8-sig").replace("\r\n", "\n").removesuffix("\n")
+        except UnicodeDecodeError as error:
+            message = f"--prompt -: stdin: invalid UTF-8 at byte {error.start}"
+            hint = "convert it first, for example with iconv"
+            raise LmkitError("text.not_utf8", message, hint=hint) from error
         if not typed:
             hint = 'write the prompt to stdin; to start a new document: --prompt ""'
             raise UsageError("generate.empty_stdin", "--prompt -: stdin holds no prompt", hint=hint)

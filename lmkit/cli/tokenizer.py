@@ -189,7 +189,9 @@ def import_(folder: Path, output: Path, force: bool = False) -> Result:
     from lmkit.tokenizer import Tokenizer
 
     _check_output(output, force=force)
-    return _save(Tokenizer.load_gpt2(*(folder / name for name in GPT2_FILES)), output)
+    files = [folder / name for name in GPT2_FILES]
+    refuse_replacing([output], files)
+    return _save(Tokenizer.load_gpt2(*files), output)
 
 
 @app.add("lmkit tokenizer export tokenizer.json gpt2-files")
@@ -205,6 +207,7 @@ def export(tokenizer: TokenizerArgument, folder: Path, force: bool = False) -> R
     files = [folder / name for name in GPT2_FILES]
     for file in files:
         refuse_existing(file, force=force)
+    refuse_replacing(files, [tokenizer])
     Tokenizer.load(tokenizer).save_gpt2(folder)
     return Result("wrote " + " and ".join(map(str, files)), {"files": files})
 

@@ -41,6 +41,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 SWITCHES = frozenset({"qkv_bias", "qk_norm"})
 """Those of [model] that these architectures have: the first Qwen2 and Llama, the second Qwen3."""
 _MOST_BYTES = 1 << 22
+_ADAPTER = "adapter_config.json"
 _LONGEST_CONTEXT = 1 << 24
 
 
@@ -130,6 +131,7 @@ class _Config(BaseModel):
     hidden_act: str = "silu"
     attention_bias: bool | None = False
     mlp_bias: bool | None = False
+    is_causal: bool | None = True
     sliding_window: int | None = None
     use_sliding_window: bool | None = False
     max_window_layers: int = 28
@@ -165,7 +167,10 @@ def read_config(path: Path, *, context_length: int | None = None) -> ModelConfig
             hint=f"give --context-length, at most {min(longest, _LONGEST_CONTEXT)}",
         )
     rope = config.rope_parameters or config.rope_scaling or _Rope()
-    if refused := list(_inexpressible(config, rope, length)):
+    refused = list(_inexpressible(config, rope, length))
+    if path.with_name(_ADAPTER).is_file():  # transformers applies it
+        refused.append(f"{_ADAPTER}: merge the adapter into the weights first")
+    if refused:
         raise UsageError(
             "import.unsupported",
             f"{path}: lmkit cannot express {'; '.join(refused)}",
@@ -235,7 +240,7 @@ def _rope_type(rope: _Rope) -> str:
 def _inexpressible(config: _Config, rope: _Rope, length: int) -> Iterator[str]:
     """Yield the keys, with their values, that make another function than lmkit's."""
     named = config.architectures
-    if named is not None and named != [ARCHITECTURES[config.model_type]]:
+    if named and named != [ARCHITECTURES[config.model_type]]:
         yield f"architectures {json.dumps(named)[:80]}"
     if config.hidden_act not in ("silu", "swish"):
         yield f"hidden_act {config.hidden_act}"
@@ -243,6 +248,8 @@ def _inexpressible(config: _Config, rope: _Rope, length: int) -> Iterator[str]:
         yield "attention_bias true with norms of q and k"
     if config.mlp_bias and config.model_type == "llama":
         yield "mlp_bias true"
+    if config.is_causal is False:
+        yield "is_causal false"
     if config.quantization_config is not None:
         yield "quantization_config"
     heads = config.num_attention_heads

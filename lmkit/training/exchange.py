@@ -135,7 +135,7 @@ def _write_weights(path: Path, weights: GivenWeights, dtype: torch.dtype | None,
     names = {theirs: ours for ours, theirs in weight_names(weights.config)}
     specs: dict[str, torch.Tensor] = {}
     for theirs in (*names, *zeros):
-        spec = weights.specs[names.get(theirs, "ln_final.weight")]
+        spec = weights.specs[names.get(theirs, "layers.0.attn.q_proj.bias")]  # shaped as the zeros
         specs[theirs] = spec.to(dtype or spec.dtype)
 
     def read(theirs: str) -> torch.Tensor:

@@ -23,10 +23,12 @@ def samples_of(terminal, command: str) -> list[dict[str, object]]:
 
 def test_prompts_come_from_files_and_stdin(run, terminal, monkeypatch):
     Path("prompts.txt").write_text("\ufeffone\r\n\n-\u2028-\n")
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"two\nlines \xff\n")))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"two\nlines\n")))
     found = samples_of(terminal, f"generate {run} -p - --prompts-file prompts.txt --samples 2")
-    prompts = ["two\nlines \ufffd", "one", "-\u2028-"]
+    prompts = ["two\nlines", "one", "-\u2028-"]
     assert [sample["prompt"] for sample in found] == [prompt for prompt in prompts for _ in range(2)]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"two\n\xff\n")))
+    terminal.refuses(f"generate {run} -p -", code="text.not_utf8", says=["stdin", "byte 4"], exit_code=1)
     Path("bad.txt").write_bytes(b"one\n\xff")
     Path("blank.txt").write_text("\n")
     for name, why in (("bad.txt", "byte 4"), ("blank.txt", "no prompt"), ("none.txt", "no such file")):

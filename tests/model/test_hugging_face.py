@@ -53,7 +53,9 @@ def test_nulls_mean_what_a_missing_key_of_no_default_means(kind, tmp_path):
             "architectures",
         )
     )
-    nulls |= dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"))
+    nulls |= dict.fromkeys(
+        ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "is_causal")
+    )
     ours = read_config(config(tmp_path, kind, **nulls), context_length=999)
     assert ours.kv_heads == ours.num_heads == 32
     assert not ours.tie_embeddings

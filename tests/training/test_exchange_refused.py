@@ -29,6 +29,7 @@ from lmkit.training.weights import INDEX, open_weights
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"model_type": "qwen3", "architectures": None, "head_dim": 8, "attention_bias": True}, "attention_bias"),
         ({"mlp_bias": True}, "mlp_bias"),
+        ({"is_causal": False}, "is_causal"),
         ({"head_dim": 16}, "head_dim"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
@@ -54,6 +55,13 @@ def test_what_lmkit_cannot_express_is_refused_by_name(tmp_path, changes, named):
     with raises(UsageError, "import.unsupported", path / "config.json", named):
         import_model(path, tmp_path / "run")
     assert {item.name for item in tmp_path.iterdir()} == {"theirs"}
+
+
+def test_an_adapter_beside_a_model_is_refused(tmp_path):
+    path = their_folder(tmp_path)
+    (path / "adapter_config.json").write_text("{}")
+    with raises(UsageError, "import.unsupported", "adapter_config.json"):
+        open_weights(path)
 
 
 def edited(path: Path, **changes: Any) -> None:
