@@ -118,6 +118,13 @@ def test_what_a_plugin_returns_is_checked(plugin, entry, returned, found, termin
     terminal.refuses(command, code="plugin.returned", says=says, exit_code=1)
 
 
+@pytest.mark.parametrize("code", ["", "3", "'done'"])
+def test_a_plugin_that_exits_ends_in_one_line(plugin, code, terminal):
+    plugin.write_text(RETURNS.format(returned=f"exit({code})"))
+    command = f"train tiny.toml --set model.attention=my_kernel --plugin {plugin}"
+    terminal.refuses(command, code="command.ended", says=[code.strip("'")], exit_code=1)
+
+
 def test_what_a_joined_kernel_returns_is_checked(plugin):
     """Of 2 heads of 4 and 1 for keys and values, 16 numbers."""
     plugin.write_text(RETURNS.format(returned="q"))
@@ -184,10 +191,15 @@ def test_a_strategy_that_returns_no_indices_is_named(plugin):
 
     @STRATEGIES.register("my_strategy")
     class Mine(Strategy):
-        def _reduce(self, unused, *, wait): ...
+        returned: object = None
 
-    with raises(LmkitError, "plugin.returned", __file__, "_reduce"):
-        build_strategy("my_strategy", Ranks(world_size=2)).finish()
+        def _reduce(self, unused, *, wait):
+            return self.returned
+
+    made = build_strategy("my_strategy", Ranks(world_size=2))
+    for made.returned in (None, "abc", [7], 3):
+        with raises(LmkitError, "plugin.returned", __file__, "_reduce"):
+            made.finish()
     Mine.attach = lambda self, model, **_: None
     model = ModelConfig(vocab_size=8, context_length=4, d_model=4, d_ff=4, num_layers=1, num_heads=1)
     with raises(LmkitError, "plugin.returned", __file__, "NoneType without loss"):

@@ -106,11 +106,12 @@ def run_command_line(arguments: Sequence[str]) -> int:
                     args=list(arguments), prog_name="lmkit", obj=settings, standalone_mode=False
                 )
             except SystemExit as stop:
-                if not stop.code:  # commands return: this is a plugin's
-                    message = f"{_command_in(arguments)}: ended before its work was done"
+                # Commands return. The code is a signal's, click's 1 where stdout is closed, or a plugin's.
+                if not isinstance(stop.code, int) or not (stop.code == 1 or stop.code > 128):
+                    message = f"{_command_in(arguments)}: ended before its work was done: {stop.code}"
                     hint = "look for sys.exit in the code of plugins"
                     raise LmkitError("command.ended", message, hint=hint) from stop
-                code = stop.code if isinstance(stop.code, int) else 1
+                code = stop.code
             if code == _INTERRUPTED and os.environ.get("RANK", "0") == "0":
                 print(settings.get("interrupted", "interrupted"), file=sys.stderr)
             sys.stdout.flush()

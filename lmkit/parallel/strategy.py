@@ -152,10 +152,12 @@ class Strategy(Sync):
         for index in unused:
             self.parameters[index].grad = torch.zeros_like(self.parameters[index])
         without = self._reduce(unused, wait=wait)
-        if without is None:
-            raise wrong_result(STRATEGIES, self.config.strategy, "None from _reduce, not a list of indices")
-        for index in without:
-            self.parameters[index].grad = None
+        try:
+            for index in without:
+                self.parameters[index].grad = None
+        except (TypeError, IndexError) as error:
+            found = f"{without!r} from _reduce, not a list of indices"
+            raise wrong_result(STRATEGIES, self.config.strategy, found) from error
 
     @torch.no_grad()
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
