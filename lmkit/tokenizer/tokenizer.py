@@ -221,12 +221,12 @@ class Tokenizer:
 
     def _encode_utf8(self, data: bytes, specials: SpecialTokens) -> list[int]:
         with self._lock:
-            encoder = self._encoder = self._encoder or new_encoder(self.merge_table)
+            encode = self._encoder = self._encoder or new_encoder(self.merge_table)
             if len(data) <= CHUNK_BYTES:
-                return encoder.encode_and_find(data, specials)[0].tolist()
+                return encode(data, specials)[0].tolist()
             ids: list[int] = []
             for chunk in exact_chunks([data], specials):
-                ids += encoder.encode_and_find(chunk.data, specials)[0].tolist()
+                ids += encode(chunk.data, specials)[0].tolist()
             return ids
 
     def decode(self, ids: Iterable[int], *, errors: str = "replace") -> str:
