@@ -456,11 +456,11 @@ class Pipeline:
             said = "train.steps = %d: the run was trained to step %d; it keeps this model and its recipe"
             log.warning(said, self.train.steps, trained)
 
-    def write(self, name: str, result: Any) -> Path:
+    def write(self, name: str, result: dict[str, Any]) -> list[Path]:
         """Write what a stage says about itself."""
         path = self.folder / f"{name}.json"
-        write_atomic(path, json.dumps(asdict(result), default=str) + "\n")
-        return path
+        write_atomic(path, json.dumps(result, default=str) + "\n")
+        return [path]
 
 
 def _make_corpus(run: Pipeline) -> Outputs:
@@ -550,21 +550,18 @@ def _train(run: Pipeline) -> Outputs:
     )
     assert result is not None
     newest = [] if result.checkpoint is None else sorted(Path(result.checkpoint).iterdir())
-    return {"training": [run.write("training", result)], "checkpoints": [run.checkpoints, *newest]}
+    return {"training": run.write("training", asdict(result)), "checkpoints": [run.checkpoints, *newest]}
 
 
 def _evaluate(run: Pipeline) -> Outputs:
-    from lmkit.training.evaluation import EvaluateResult
-
     # The training ends with an evaluation: use it if it is of the newest checkpoint.
     found = read_object(run.folder / "training.json").get("evaluation")
-    if found is not None and found["checkpoint"] == str(run.newest) and run.redone[:1] != ["evaluate"]:
-        return {"evaluation": [run.write("evaluation", EvaluateResult(**found))]}
-    from lmkit.training.judging import evaluate_run
+    if found is None or found["checkpoint"] != str(run.newest) or run.redone[:1] == ["evaluate"]:
+        from lmkit.training.judging import evaluate_run
 
-    with alone():
-        result = evaluate_run(run.folder, device=run.recipe.run.device)
-    return {"evaluation": [run.write("evaluation", result)]}
+        with alone():
+            found = asdict(evaluate_run(run.folder, device=run.recipe.run.device))
+    return {"evaluation": run.write("evaluation", found)}
 
 
 def _generate(run: Pipeline) -> Outputs:

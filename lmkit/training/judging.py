@@ -80,7 +80,8 @@ def evaluate_run(
         hint = "name conversations with words of the assistant"
         raise UsageError("evaluate.nothing_counts", f"{name}: none of its tokens counts", hint=hint)
     refuse_not_finite([evaluation.loss], trained.weights.path, name)
-    return EvaluateResult(*trained.place, name, **asdict(evaluation))
+    checkpoint, step = trained.place
+    return EvaluateResult(**asdict(evaluation), checkpoint=checkpoint, step=step, tokens_file=name)
 
 
 @contextmanager

@@ -47,6 +47,7 @@ def open_data(recipe: Recipe) -> Data:
     train = open_tokens(train_path)
     valid = open_tokens(valid_path) if valid_path.exists() else None
     ours, own, table = train.meta.tokenizer_sha256, recipe.run.path / TOKENIZER, recipe.tokenizer
+    named = own if table is None or table.path is None else table.path
     if valid is not None and valid.meta.tokenizer_sha256 != ours:
         raise UsageError(
             "data.other_tokenizer",
@@ -55,19 +56,18 @@ def open_data(recipe: Recipe) -> Data:
             hint="encode both with the same tokenizer",
         )
     # `lmkit generate` will read and write with the run's tokenizer.
-    for path in {tokenizer_path(recipe), own}:
+    for path in {named, own}:
         end = None if path == own or table is None else table.end_of_text
         if path.exists() and (theirs := Tokenizer.load(path, end_of_text=end).sha256) != ours:
             hint = "encode the text again, or name its tokenizer: --set tokenizer.path=FILE"
-            if path == own != tokenizer_path(recipe):
+            if path == own != named:
                 hint = "move it away, or name a new run: --set run.name=..."
             raise UsageError(
                 "data.other_tokenizer",
                 f"{train_path}: made with tokenizer {ours}, but {path} is {theirs}",
                 hint=hint,
             )
-    identity = {key: getattr(train.meta, key) for key in DataIdentity.model_fields}
-    return Data(train, valid, DataIdentity(**identity))
+    return Data(train, valid, DataIdentity.model_validate(train.meta, from_attributes=True))
 
 
 def keep_tokenizer(recipe: Recipe) -> None:
@@ -159,12 +159,6 @@ def token_paths(recipe: Recipe) -> tuple[Path, Path]:
     """Return the token files to train and to evaluate on; they need not exist."""
     folder = recipe.run.path
     return recipe.data.train or token_file(folder, "train"), recipe.data.valid or token_file(folder, "valid")
-
-
-def tokenizer_path(recipe: Recipe) -> Path:
-    """Return the tokenizer that a recipe names, or that of the run folder; it need not exist."""
-    given = recipe.tokenizer.path if recipe.tokenizer is not None else None
-    return given or recipe.run.path / TOKENIZER
 
 
 def resolve(recipe: Recipe, data: Data) -> Recipe:

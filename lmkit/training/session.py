@@ -353,8 +353,8 @@ def _result(
         if step <= position.step:  # later ones were damaged: the run was resumed from an earlier one
             checkpoint = str(path)
     if evaluation is not None and checkpoint is not None:
-        held_out = str(token_paths(recipe)[1])
-        reported = EvaluateResult(checkpoint, position.step, held_out, **asdict(evaluation))
+        figures, file = asdict(evaluation), str(token_paths(recipe)[1])
+        reported = EvaluateResult(**figures, checkpoint=checkpoint, step=position.step, tokens_file=file)
     return TrainResult(
         folder=str(recipe.run.path),
         status=status,
