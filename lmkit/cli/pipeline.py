@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from itertools import chain, count, zip_longest
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,8 @@ READS = {
     "generate": ("generate",),
 }
 FILES = ("corpus.train", "corpus.valid", "tokenizer.path")  # keys that name files which a stage reads
+BESIDE = (*run_folder.BESIDE_TOKENIZER, run_folder.SPECIAL_TOKENS_MAP, run_folder.ADDED_TOKENS)
+"""Files beside `tokenizer.path` that say more about the tokenizer."""
 # Keys on which no result depends.
 NO_EFFECT = (
     *("tokenizer.workers", "data.workers", "corpus.folder", "run.folder", "run.name"),
@@ -161,7 +164,10 @@ class StageRecord:
         self.sources: dict[str, list[Path]] = {}
         self.content: dict[str, list[str]] = {}
         for key in FILES:
-            self.sources[key] = paths_of(recipe, key)
+            named = attrgetter(key)(recipe)
+            if isinstance(named, Path):
+                named = (named, *filter(Path.is_file, map(named.parent.joinpath, BESIDE)))
+            self.sources[key] = list(named or ())
             if reads_sources:
                 self.content[key] = [self._digest(_checked(path, key)) for path in self.sources[key]]
                 continue
@@ -233,13 +239,13 @@ class StageRecord:
     def finish(self, stage: str, outputs: Outputs) -> None:
         """Note that a stage is done."""
         sources = set(chain.from_iterable(self.sources.values()))
-        names = {role: list(map(self._name, paths)) for role, paths in outputs.items()}
-        made: dict[str, str] = {}
-        for path in chain.from_iterable(outputs.values()):
-            # A corpus that is used where it lies is not the run's.
-            if path.is_relative_to(self.folder) and path not in sources and path.is_file():
-                made[self._name(path)] = self._digest(path)
-        self.entries[stage] = self._reads[stage] | {"done": True, "outputs": names, "made": made}
+        self.entries[stage] = entry = self._reads[stage] | {"done": True, "outputs": {}, "made": {}}
+        for role, paths in outputs.items():
+            entry["outputs"][role] = list(map(self._name, paths))
+            for path in paths:
+                # A corpus that is used where it lies is not the run's.
+                if path.is_relative_to(self.folder) and path not in sources and path.is_file():
+                    entry["made"][self._name(path)] = self._digest(path)
         self.save()
 
     def forget(self, stages: Iterable[str]) -> None:
@@ -659,13 +665,3 @@ def _mark_of(recipe: Recipe) -> str | None:
     if path is not None and not path.is_file():  # refused elsewhere; or the run has its own
         return END_OF_TEXT
     return end_of_text_of(recipe)
-
-
-def paths_of(recipe: Recipe, key: str) -> list[Path]:
-    """Return the files that a key of the recipe names; with a tokenizer those beside it that say more."""
-    table, _, name = key.partition(".")
-    value = getattr(getattr(recipe, table), name)
-    if isinstance(value, Path):
-        names = (*run_folder.BESIDE_TOKENIZER, run_folder.SPECIAL_TOKENS_MAP, run_folder.ADDED_TOKENS)
-        return [value, *filter(Path.is_file, map(value.parent.joinpath, names))]
-    return list(value or ())

@@ -52,7 +52,7 @@ def damaged(path: str | Path, what: object) -> LmkitError:
 # themselves; the others, in order, are the characters from U+0100 on. A space becomes U+0120.
 _VISIBLE = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
 _HIDDEN = sorted({*range(256)} - _VISIBLE)
-CHARACTERS = "".join(chr(byte if byte in _VISIBLE else 256 + _HIDDEN.index(byte)) for byte in range(256))
+CHARACTERS = "".join(map(chr, range(256))).translate(dict(zip(_HIDDEN, count(256))))
 _ALPHABET = frozenset(CHARACTERS)
 _BYTES = codecs.charmap_build(CHARACTERS)  # one character per byte is a codec with a table
 
@@ -202,7 +202,7 @@ def load_json(path: Path) -> dict[str, Any]:
             hint = "lmkit reads byte-level BPE with the words of GPT-2, Llama 3, Qwen2 or SmolLM"
             raise UsageError("tokenizer.unsupported", f"{path}: not supported: {fields}", hint=hint)
         names = model["vocab"]
-        tokens = {name: _token(name) for name in names}
+        tokens = dict(zip(names, map(_token, names), strict=True))
         merges = read_merges(model["merges"], tokens)
         added = {}
         for described in given:

@@ -233,15 +233,17 @@ def _row(
     return Difference(at, place, fmean(before), fmean(after), difference, low, high, counts, verdict)
 
 
-def _curve(records: Sequence[Record], metric: str) -> Curve:
-    def points(kind: str, *keys: str) -> list[tuple[Any, ...]]:
-        rows = (tuple(record.get(key) for key in keys) for record in records if record["kind"] == kind)
-        return [row for row in rows if all(isinstance(value, int | float) for value in row)]
+def _points(records: Sequence[Record], kind: str, *keys: str) -> list[tuple[Any, ...]]:
+    """Return the values of these keys in the records of a kind that have all of them."""
+    rows = (tuple(map(record.get, keys)) for record in records if record["kind"] == kind)
+    return [row for row in rows if None not in row]
 
-    trained = [(0, 0, 0.0), *points("train", "step", "tokens", "seconds")]
+
+def _curve(records: Sequence[Record], metric: str) -> Curve:
+    trained = [(0, 0, 0.0), *_points(records, "train", "step", "tokens", "seconds")]
     steps = [step for step, *_ in trained]
-    held_out = sorted(point for point in points("valid", "step", metric) if point[0] <= steps[-1])
-    finals = points("final", metric)
+    held_out = sorted(each for each in _points(records, "valid", "step", metric) if each[0] <= steps[-1])
+    finals = _points(records, "final", metric)
     at = [step for step, _ in held_out]
     tokens = np.interp(at, steps, [tokens for _, tokens, _ in trained])
     minutes = np.interp(at, steps, [seconds / 60 for *_, seconds in trained])
@@ -274,10 +276,8 @@ class Run:
     folder: Path
     records: list[Record]
 
-    def points(self, kind: str, x: str, y: str) -> list[tuple[Any, Any]]:
-        """Return the pairs of values in the records of a kind that have both."""
-        found = ((r.get(x), r.get(y)) for r in self.records if r["kind"] == kind)
-        return [pair for pair in found if None not in pair]
+    def points(self, kind: str, x: str, y: str) -> list[tuple[Any, ...]]:
+        return _points(self.records, kind, x, y)
 
     def text(self, name: str) -> str:
         """Return the text of a file in the folder; "" if there is none."""

@@ -53,7 +53,6 @@ from lmkit.training.run_data import (
     resolved_tables,
     token_paths,
 )
-from lmkit.training.services import tensorboard_sink, wandb_sink
 from lmkit.training.setup import check_device, step_of
 from lmkit.training.trainer import Trainer, WriteSamples
 from lmkit.training.weights import GivenWeights, open_given
@@ -182,8 +181,12 @@ def _run_rank(
             after = resumed_from or 0
             others: list[Sink] = [Console(resolved.train.steps, first_step=after)]
             if resolved.wandb.enabled:
+                from lmkit.training.services import wandb_sink
+
                 others.append(wandb_sink(resolved, recipe.run.path, after_step=after))
             if resolved.train.tensorboard:
+                from lmkit.training.services import tensorboard_sink
+
                 others.append(tensorboard_sink(recipe.run.path, after_step=after))
             sink = MetricsFile(recipe.run.path / run_folder.METRICS, after_step=after, others=others)
         try:
