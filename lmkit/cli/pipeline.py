@@ -361,22 +361,25 @@ class Pipeline:
         folder, restarts = os.path.realpath(self.folder), "train" in self.redone
         names = (*run_folder.RUN_FILES, run_folder.CHECKPOINTS) if restarts else run_folder.RUN_FILES
         recipe = self.recipe
-        sources = [(key, path) for key, paths in self.record.sources.items() for path in paths]
+        sources = {**self.record.sources}
         if recipe.checkpoint.resume not in ("auto", "never"):
-            sources.append(("checkpoint.resume", Path(recipe.checkpoint.resume)))
+            sources["checkpoint.resume"] = [Path(recipe.checkpoint.resume)]
         if self.train.init_from is not None:
-            sources.append(("train.init_from", self.train.init_from))
+            sources["train.init_from"] = [self.train.init_from]
         for part in ("train", "valid"):
             tokens, own_file = getattr(recipe.data, part), run_folder.token_file(self.folder, part)
             if tokens is not None and tokens.absolute() != own_file.absolute():  # those are made again
-                sources.append((f"data.{part}", tokens))
+                sources[f"data.{part}"] = [tokens]
         own = list(map(os.path.realpath, map(self.folder.joinpath, names)))
-        for key, path in sources:
-            real = os.path.realpath(path)
-            if any(Path(real).is_relative_to(name) for name in own) or (restarts and real == folder):
-                message = f"{path} (key {key}): belongs to the run in {self.folder} that would make it again"
-                hint = "copy it to another place and name that, or name a new run: --set run.name=..."
-                raise UsageError("run.reads_itself", message, hint=hint)
+        for key, paths in sources.items():
+            for path in paths:
+                real = os.path.realpath(path)
+                if any(Path(real).is_relative_to(name) for name in own) or (restarts and real == folder):
+                    message = (
+                        f"{path} (key {key}): belongs to the run in {self.folder} that would make it again"
+                    )
+                    hint = "copy it to another place and name that, or name a new run: --set run.name=..."
+                    raise UsageError("run.reads_itself", message, hint=hint)
 
     @property
     def newest(self) -> Path | None:

@@ -26,6 +26,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
 from dataclasses import dataclass, fields
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import IO, Any
 
@@ -473,7 +474,7 @@ def prune(folder: Path, losses: dict[int, float | None], *, keep_last: int, keep
             kept.add(step)
     good = [step for step, _ in saved if step in losses]
     rated = [(loss, step) for step in good if (loss := losses[step]) is not None]
-    kept.update(good[-keep_last:], (step for _, step in sorted(rated)[:keep_best]))
+    kept.update(good[-keep_last:], map(itemgetter(1), sorted(rated)[:keep_best]))
     doomed = [path for step, path in saved if step not in kept and good and step < good[-keep_last:][0]]
     for path in doomed:
         remove_folder(path)
