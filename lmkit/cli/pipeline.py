@@ -465,12 +465,6 @@ class Pipeline:
             said = "train.steps = %d: the run was trained to step %d; it keeps this model and its recipe"
             log.warning(said, self.train.steps, trained)
 
-    def write(self, name: str, result: dict[str, Any]) -> list[Path]:
-        """Write what a stage says about itself."""
-        path = self.folder / f"{name}.json"
-        write_atomic(path, json.dumps(result, default=str) + "\n")
-        return [path]
-
 
 def _make_corpus(run: Pipeline) -> Outputs:
     key = "valid" if run.corpus.valid else "train"
@@ -559,7 +553,9 @@ def _train(run: Pipeline) -> Outputs:
     )
     assert result is not None
     newest = [] if result.checkpoint is None else sorted(Path(result.checkpoint).iterdir())
-    return {"training": run.write("training", asdict(result)), "checkpoints": [run.checkpoints, *newest]}
+    path = run.folder / "training.json"
+    write_atomic(path, json.dumps(asdict(result), default=str) + "\n")
+    return {"training": [path], "checkpoints": [run.checkpoints, *newest]}
 
 
 def _evaluate(run: Pipeline) -> Outputs:
@@ -570,7 +566,9 @@ def _evaluate(run: Pipeline) -> Outputs:
 
         with alone():
             found = asdict(evaluate_run(run.folder, device=run.recipe.run.device))
-    return {"evaluation": run.write("evaluation", found)}
+    path = run.folder / "evaluation.json"
+    write_atomic(path, json.dumps(found, default=str) + "\n")
+    return {"evaluation": [path]}
 
 
 def _generate(run: Pipeline) -> Outputs:

@@ -175,18 +175,14 @@ def _recipes(path: Path, found: Sequence[Path]) -> list[Recipe]:
     recipes = [load_recipe(file if (file := run / RECIPE).is_file() else None) for run in found]
     for run, recipe in zip(found, recipes, strict=True):
         if changed := differences(recipes[0], recipe, ignore=SAME_RECIPE):
-            raise UsageError(
-                "compare.other_recipes",
-                f"{path}: {found[0].name} and {run.name} differ in more than their seeds: {changed[0]}",
-                hint="name folders whose runs have one recipe, as lmkit run --seeds makes them",
-            )
+            message = f"{path}: {found[0].name} and {run.name} differ in more than their seeds: {changed[0]}"
+            hint = "name folders whose runs have one recipe, as lmkit run --seeds makes them"
+            raise UsageError("compare.other_recipes", message, hint=hint)
     seeds = Counter(recipe.run.seed for recipe in recipes)
     if len(seeds) < len(recipes):
-        raise UsageError(
-            "compare.one_seed_twice",
-            f"{path}: {max(seeds.values())} runs have the seed {max(seeds, key=seeds.__getitem__)}",
-            hint="an interval takes runs of different seeds: lmkit run RECIPE --seeds 3",
-        )
+        message = f"{path}: {max(seeds.values())} runs have the seed {max(seeds, key=seeds.__getitem__)}"
+        hint = "an interval takes runs of different seeds: lmkit run RECIPE --seeds 3"
+        raise UsageError("compare.one_seed_twice", message, hint=hint)
     return recipes
 
 
@@ -209,11 +205,9 @@ def _finite_records(path: Path) -> list[Record]:
     for record in records:
         loss = record.get("loss", math.nan)
         if record["kind"] in ("valid", "final") and not (isinstance(loss, float) and math.isfinite(loss)):
-            raise LmkitError(
-                "compare.not_finite",
-                f"{path}: the held-out loss of step {record['step']} is not finite",
-                hint="a diverged run compares with nothing; train it again with a lower optimizer.lr",
-            )
+            message = f"{path}: the held-out loss of step {record['step']} is not finite"
+            hint = "a diverged run compares with nothing; train it again with a lower optimizer.lr"
+            raise LmkitError("compare.not_finite", message, hint=hint)
     return records
 
 

@@ -62,11 +62,8 @@ def open_data(recipe: Recipe) -> Data:
             hint = "encode the text again, or name its tokenizer: --set tokenizer.path=FILE"
             if path == own != named:
                 hint = "move it away, or name a new run: --set run.name=..."
-            raise UsageError(
-                "data.other_tokenizer",
-                f"{train_path}: made with tokenizer {ours}, but {path} is {theirs}",
-                hint=hint,
-            )
+            message = f"{train_path}: made with tokenizer {ours}, but {path} is {theirs}"
+            raise UsageError("data.other_tokenizer", message, hint=hint)
     return Data(train, valid, DataIdentity.model_validate(train.meta, from_attributes=True))
 
 
@@ -105,17 +102,12 @@ def check_token_files(recipe: Recipe, *, are_made: bool = True) -> None:
             command = f"lmkit run {shlex.quote(recipe.source)}"
             if recipe.run.name != recipe.source:  # most shipped recipes name their run as themselves
                 command += f" --set run.name={shlex.quote(recipe.run.name)}"
-        raise UsageError(
-            "data.no_tokens",
-            f"{train}: no such token file to train on (key data.train)",
-            hint=f"make it with: {command}; or name another: --set data.train=FILE.npy",
-        )
+        message = f"{train}: no such token file to train on (key data.train)"
+        hint = f"make it with: {command}; or name another: --set data.train=FILE.npy"
+        raise UsageError("data.no_tokens", message, hint=hint)
     if recipe.data.valid is not None and not valid.exists() and valid not in later:
-        raise UsageError(
-            "data.no_tokens",
-            f"{valid}: no such token file to evaluate on (key data.valid)",
-            hint="leave the key out to train without evaluation",
-        )
+        message = f"{valid}: no such token file to evaluate on (key data.valid)"
+        raise UsageError("data.no_tokens", message, hint="leave the key out to train without evaluation")
 
 
 def refuse_changed(recipe: Recipe) -> None:
@@ -183,11 +175,8 @@ def resolve(recipe: Recipe, data: Data) -> Recipe:
     if model.vocab_size is None:
         return recipe.changed(model={"vocab_size": needed})
     if model.vocab_size < needed:
-        raise UsageError(
-            "data.vocab_size",
-            f"model.vocab_size: {model.vocab_size} is smaller than the token file's {needed}",
-            hint="leave it out to take the token file's",
-        )
+        message = f"model.vocab_size: {model.vocab_size} is smaller than the token file's {needed}"
+        raise UsageError("data.vocab_size", message, hint="leave it out to take the token file's")
     return recipe
 
 

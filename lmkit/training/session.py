@@ -311,11 +311,9 @@ def _refuse_private_folder(folder: Path, ranks: Ranks) -> None:
         sign.unlink()
     if not all(sees):
         blind = ", ".join(str(rank) for rank, seen in enumerate(sees) if not seen)
-        raise UsageError(
-            "run.not_shared",
-            f"{folder}: rank {blind} cannot see what rank 0 writes there (key run.folder)",
-            hint="put it on a disk that all machines share: --set run.folder=/shared/runs",
-        )
+        message = f"{folder}: rank {blind} cannot see what rank 0 writes there (key run.folder)"
+        hint = "put it on a disk that all machines share: --set run.folder=/shared/runs"
+        raise UsageError("run.not_shared", message, hint=hint)
 
 
 def _finished_before(recipe: Recipe, checkpoint: Checkpoint, data: Data) -> TrainResult | None:
