@@ -212,12 +212,8 @@ class TokenFileWriter:
     def _write_header(self) -> None:
         # numpy leaves room in the header for the count to grow, so that it can be overwritten in place.
         self._file.seek(0)
-        shape = {
-            "descr": npy.dtype_to_descr(self._dtype),
-            "fortran_order": False,
-            "shape": (self._num_tokens,),
-        }
-        npy.write_array_header_1_0(self._file, shape)
+        empty = npy.header_data_from_array_1_0(np.empty(0, self._dtype))
+        npy.write_array_header_1_0(self._file, empty | {"shape": (self._num_tokens,)})
         self._file.flush()
 
 

@@ -81,7 +81,7 @@ class Tokenizer:
         marks: Marks = NO_MARKS,
     ) -> None:
         self.added_tokens = tuple(AddedToken(t) if isinstance(t, str) else t for t in special_tokens)
-        texts = {token.text for token in self.added_tokens}
+        texts = set(map(operator.attrgetter("text"), self.added_tokens))
         if "" in texts or len(texts) != len(special_tokens):
             raise ValueError("special tokens must be distinct and not empty")
         in_order = sorted(vocab.items())

@@ -92,14 +92,8 @@ class RunsCompared:
     changes: tuple[str, ...]
 
     def __str__(self) -> str:
-        specs = {
-            "place": ",.6g",
-            "before": ".4f",
-            "after": ".4f",
-            "difference": "+.4f",
-            "low": "+.4f",
-            "high": "+.4f",
-        }
+        specs = {"place": ",.6g", "before": ".4f", "after": ".4f"}
+        specs |= dict.fromkeys(("difference", "low", "high"), "+.4f")
         heads = {"at": "at equal", "place": "", "low": "95% from", "high": "to", "verdict": "after is"}
         keys = ("at", *specs, "verdict")
         columns = [Column(key, heads.get(key, key), specs.get(key, "")) for key in keys]

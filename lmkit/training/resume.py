@@ -493,8 +493,8 @@ def open_folder(recipe: Recipe, hold: Callable[[], object]) -> tuple[Path | None
     if checkpoints.is_dir():
         removed += clean_leftovers(checkpoints)
     path, skipped = choose_start(recipe)
-    notes = [f"removed {left}, left by a session that was killed" for left in removed]
-    notes += [f"skipped {why}" for why in skipped]
+    notes = list(map("removed {}, left by a session that was killed".format, removed))
+    notes += map("skipped {}".format, skipped)
     # The steps since are made again: their checkpoints would replace the damaged ones, of which parts may be whole.
     for saved in reversed(saved_steps(checkpoints)) if skipped else ():
         if saved.path == path:
