@@ -169,7 +169,8 @@ class StageRecord:
                 named = (named, *filter(Path.is_file, map(named.parent.joinpath, BESIDE)))
             self.sources[key] = list(named or ())
             if reads_sources:
-                self.content[key] = [self._digest(_checked(path, key)) for path in self.sources[key]]
+                _check_files(self.sources[key], key)
+                self.content[key] = list(map(self._digest, self.sources[key]))
                 continue
             noted_content = (entry.get("content", {}) for entry in self.entries.values())
             self.content[key] = next((content[key] for content in noted_content if key in content), [])
@@ -639,19 +640,19 @@ def _move(path: Path, place: Path) -> None:
         os.replace(path, place)
 
 
-def _checked(path: Path, key: str) -> Path:
-    """Return the path of a file that the recipe names under `key`; refuse what is no file."""
-    is_corpus = key.startswith("corpus.")
-    if is_corpus:
-        refuse_directory(key, path)
-    if not path.is_file():
-        yours = '["FILE"]' if is_corpus else "FILE"
+def _check_files(paths: Sequence[Path], key: str) -> None:
+    """Refuse what is no file, where the recipe names files under `key`."""
+    for path in paths:
+        if key.startswith("corpus."):
+            refuse_directory(key, path)
+        if path.is_file():
+            continue
+        yours = '["FILE"]' if key.startswith("corpus.") else "FILE"
         hint = f"name yours: --set '{key}={yours}'; paths are relative to the current folder"
         if path.parent.name in shipped_recipes():  # a run that has not been made
             hint = f"make it: lmkit run {path.parent.name}; or {hint}"
         wrong = "not a regular file" if path.exists() else "no such file"
         raise UsageError("run.missing_file", f"{path}: {wrong} (key {key})", hint=hint)
-    return path
 
 
 def _mark_of(recipe: Recipe) -> str | None:

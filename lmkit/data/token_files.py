@@ -132,7 +132,8 @@ class TokenFileWriter:
             self._mask_file = files[-1]  # written to if `masked`
             self._sizes_file = stack.enter_context(tempfile.TemporaryFile(dir=self.path.parent))
             self._counts_file = stack.enter_context(tempfile.TemporaryFile(dir=self.path.parent))
-            self._write_header()
+            self._header = npy.header_data_from_array_1_0(np.empty(0, self._dtype))
+            npy.write_array_header_1_0(self._file, self._header)
             self._stack = stack.pop_all()
         return self
 
@@ -195,7 +196,10 @@ class TokenFileWriter:
         while counts := self._counts_file.read(1 << 20):  # bits of whole bytes, but for the last one
             self._mask_file.write(np.packbits(np.frombuffer(counts, bool)).data)
         self._mask_file.flush()
-        self._write_header()
+        # numpy leaves room in the header for the count to grow, so that it can be overwritten in place.
+        self._file.seek(0)
+        npy.write_array_header_1_0(self._file, self._header | {"shape": (self._num_tokens,)})
+        self._file.flush()
         self._meta = TokenMeta(
             tokenizer_sha256=self.tokenizer_sha256,
             vocab_size=self.vocab_size,
@@ -208,13 +212,6 @@ class TokenFileWriter:
             counted_bytes=counted_bytes,
         )
         return self._meta
-
-    def _write_header(self) -> None:
-        # numpy leaves room in the header for the count to grow, so that it can be overwritten in place.
-        self._file.seek(0)
-        empty = npy.header_data_from_array_1_0(np.empty(0, self._dtype))
-        npy.write_array_header_1_0(self._file, empty | {"shape": (self._num_tokens,)})
-        self._file.flush()
 
 
 def open_tokens(path: str | Path, *, tokenizer_sha256: str | None = None) -> TokenFile:
@@ -263,9 +260,8 @@ def read_meta(path: Path) -> TokenMeta:
         raise UsageError("tokens.name", f"{path}: a token file ends in .npy", hint=make_one)
     if not os.path.lexists(sidecar := path.with_suffix(SIDECAR)):
         hint = f"lmkit.data.TokenFileWriter writes ids of your own; if lmkit wrote it: {_way_back(path)}"
-        raise UsageError(
-            "tokens.not_described", f"{path}: no {sidecar.name} beside it describes it", hint=hint
-        )
+        message = f"{path}: no {sidecar.name} beside it describes it"
+        raise UsageError("tokens.not_described", message, hint=hint)
     try:
         content = read_object(sidecar, most_bytes=_MAX_SIDECAR_BYTES)
     except (OSError, ValueError) as error:

@@ -536,9 +536,8 @@ def newest_checkpoint(path: Path) -> Checkpoint:
     """
     if not path.is_dir():
         hint = hint_at_run(path, otherwise="name a run folder, a checkpoint or a Hugging Face folder")
-        raise UsageError(
-            "checkpoint.not_found", f"{path}: {'is a file' if path.exists() else 'no such folder'}", hint=hint
-        )
+        message = f"{path}: {'is a file' if path.exists() else 'no such folder'}"
+        raise UsageError("checkpoint.not_found", message, hint=hint)
     if (path / MANIFEST).exists() or (path / STATE).exists():
         return open_checkpoint(path)
     choice = newest_valid(path if path.name == CHECKPOINTS else path / CHECKPOINTS)

@@ -277,9 +277,8 @@ def check_device(recipe: Recipe, device: torch.device) -> None:
 
         check_fp8(device)
     if train.precision == "fp16" and device.type == "cpu":
-        raise UsageError(
-            "train.wrong_device", 'train.precision: "fp16" needs a GPU', hint='use "bf16" or "fp32"'
-        )
+        message = 'train.precision: "fp16" needs a GPU'
+        raise UsageError("train.wrong_device", message, hint='use "bf16" or "fp32"')
     table = recipe.optimizer  # it says what it refuses when it is made
     groups = decay_groups([nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))], table.weight_decay)
     if not OPTIMIZERS.facts(table.name).elementwise:
