@@ -30,7 +30,6 @@ def exports(
             object have the same name, the package's attribute is the object, whatever was imported before.
     """
     module_of = {name: module for module, names in modules.items() for name in names}
-
     sys.modules[package].__class__ = _Package
 
     def getattr_(name: str) -> Any:

@@ -102,7 +102,7 @@ class Tokenizer:
             if name in ordinary and (name in made or (whole_words and name != token and is_utf8(name))):
                 ids[added] = ordinary[name]
                 continue
-            if added.text not in verbatim:  # nor is it an ordinary token from now on
+            if added.text not in verbatim:  # an ordinary token of the same spelling becomes special
                 spelled = name if name in ordinary or token in made else token
                 verbatim[added.text] = ordinary.pop(spelled, next_free)
                 next_free += verbatim[added.text] == next_free

@@ -117,7 +117,7 @@ def build_step(
         for group in groups:
             if group["params"][0].dim() < 2:
                 group["weights"] = "fp32"  # gains stay what `hold_weights` would leave them
-    if not OPTIMIZERS.facts(table.name).elementwise:  # matrices of linear layers, and other parameters
+    if not OPTIMIZERS.facts(table.name).elementwise:  # Muon orthogonalises the matrices of linear layers
         matrices = {module.weight for module in plain.layers.modules() if isinstance(module, Linear)}
         joined, groups = groups, []
         for group, is_matrix in product(joined, (True, False)):
