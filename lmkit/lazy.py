@@ -9,6 +9,14 @@ from types import ModuleType
 from typing import Any
 
 
+class _Package(ModuleType):
+    """A package. Importing a module binds its name in the package: an exported object of the same name must win."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (isinstance(value, ModuleType) and name in self.__all__):
+            super().__setattr__(name, value)
+
+
 def exports(
     package: str, modules: Mapping[str, Sequence[str]]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
@@ -22,14 +30,7 @@ def exports(
             object have the same name, the package's attribute is the object, whatever was imported before.
     """
     module_of = {name: module for module, names in modules.items() for name in names}
-
-    class Package(ModuleType):
-        def __setattr__(self, name: str, value: Any) -> None:
-            # Importing a module binds its name in the package: a function of the same name must win.
-            if not (name in module_of and isinstance(value, ModuleType)):
-                super().__setattr__(name, value)
-
-    sys.modules[package].__class__ = Package
+    sys.modules[package].__class__ = _Package
 
     def getattr_(name: str) -> Any:
         if name not in module_of:

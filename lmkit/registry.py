@@ -12,7 +12,6 @@ file is imported (`--plugin FILE` on the command line, or an import in Python).
 
 from __future__ import annotations
 
-import ast
 import importlib
 import importlib.util
 import re
@@ -20,7 +19,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain, filterfalse
+from itertools import filterfalse
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -169,15 +168,13 @@ class Registry(Generic[F]):
         # The decorator's arguments and the name of what it decorates
         decorated = rf"^@{self._variable}\.register\((.*?)\)\n(?:@.*\n)*(?:def|class) (\w+)"
         found = list(self._core)
-        for path in chain.from_iterable(sorted((_PACKAGE / folder).glob("*.py")) for folder in self._folders):
-            text = path.read_text("utf-8")
-            for arguments, attribute in re.findall(decorated, text, re.MULTILINE | re.DOTALL):
-                call = ast.parse(f"register({arguments})", mode="eval").body
-                assert isinstance(call, ast.Call)
-                facts = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
-                name = ast.literal_eval(call.args[0])
+        for folder in self._folders:
+            for path in sorted((_PACKAGE / folder).glob("*.py")):
                 module = ".".join(("lmkit", *path.relative_to(_PACKAGE).with_suffix("").parts))
-                found.append(Entry(name, module, attribute, self._facts(**facts)))
+                text = path.read_text("utf-8")
+                for arguments, attribute in re.findall(decorated, text, re.MULTILINE | re.DOTALL):
+                    facts = eval(f"dict(name={arguments})", {"__builtins__": {"dict": dict}})
+                    found.append(Entry(facts.pop("name"), module, attribute, self._facts(**facts)))
         found.sort(key=attrgetter("facts.order"))
         return dict(zip(map(attrgetter("name"), found), found, strict=True))
 

@@ -31,15 +31,6 @@ def _turn_on_log(context: typer.Context, debug: bool) -> None:
         log_to_stderr()
 
 
-def _load_plugins(paths: list[Path] | None) -> list[Path] | None:
-    """Callback of `--plugin`: runs before the body of the command, so before a recipe is validated."""
-    from lmkit.plugins import load_plugin
-
-    for path in paths or ():
-        load_plugin(path)
-    return paths
-
-
 MOST_RANKS = 64
 """The largest number of ranks that a command starts."""
 Errors = Literal["strict", "replace"]
@@ -61,8 +52,6 @@ SHARED: dict[str, Any] = {
             "Import a Python file that registers kernels, strategies, ...; repeatable.",
             "--plugin",
             metavar="FILE",
-            callback=_load_plugins,
-            expose_value=False,
         ),
     ],
     "as_json": Annotated[bool, typer.Option("--json", help="Print exactly one JSON object on stdout.")],
@@ -203,13 +192,17 @@ def command_of(
     def command(**values: Any) -> None:
         from lmkit.storage.inputs import in_home  # not for --help
 
+        for plugin in values.get("plugin") or ():  # before a recipe is validated
+            from lmkit.plugins import load_plugin
+
+            load_plugin(plugin)
         for name, value in values.items():  # a shell leaves `~` in `--output=~/new` as it is
             if isinstance(value, Path):
                 values[name] = in_home(value)
             elif isinstance(value, list) and value and isinstance(value[0], Path):
                 values[name] = list(map(in_home, value))
-        values["flags"] = {key: values.get(option_name) for option_name, key in names.items()}
-        result = function(**{own_name: values.get(own_name) for own_name in own})
+        values["flags"] = dict(zip(names.values(), map(values.get, names), strict=True))
+        result = function(**dict(zip(own, map(values.get, own), strict=True)))
         if result is not None:
             from lmkit.cli.console import show
 

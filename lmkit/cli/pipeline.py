@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from itertools import chain, count, zip_longest
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,8 @@ READS = {
     "generate": ("generate",),
 }
 FILES = ("corpus.train", "corpus.valid", "tokenizer.path")  # keys that name files which a stage reads
+BESIDE = (*run_folder.BESIDE_TOKENIZER, run_folder.SPECIAL_TOKENS_MAP, run_folder.ADDED_TOKENS)
+"""Files beside `tokenizer.path` that say more about the tokenizer."""
 # Keys on which no result depends.
 NO_EFFECT = (
     *("tokenizer.workers", "data.workers", "corpus.folder", "run.folder", "run.name"),
@@ -161,9 +164,13 @@ class StageRecord:
         self.sources: dict[str, list[Path]] = {}
         self.content: dict[str, list[str]] = {}
         for key in FILES:
-            self.sources[key] = paths_of(recipe, key)
+            named = attrgetter(key)(recipe)
+            if isinstance(named, Path):
+                named = (named, *filter(Path.is_file, map(named.parent.joinpath, BESIDE)))
+            self.sources[key] = list(named or ())
             if reads_sources:
-                self.content[key] = [self._digest(_checked(path, key)) for path in self.sources[key]]
+                _check_files(self.sources[key], key)
+                self.content[key] = list(map(self._digest, self.sources[key]))
                 continue
             noted_content = (entry.get("content", {}) for entry in self.entries.values())
             self.content[key] = next((content[key] for content in noted_content if key in content), [])
@@ -233,13 +240,13 @@ class StageRecord:
     def finish(self, stage: str, outputs: Outputs) -> None:
         """Note that a stage is done."""
         sources = set(chain.from_iterable(self.sources.values()))
-        names = {role: list(map(self._name, paths)) for role, paths in outputs.items()}
-        made: dict[str, str] = {}
-        for path in chain.from_iterable(outputs.values()):
-            # A corpus that is used where it lies is not the run's.
-            if path.is_relative_to(self.folder) and path not in sources and path.is_file():
-                made[self._name(path)] = self._digest(path)
-        self.entries[stage] = self._reads[stage] | {"done": True, "outputs": names, "made": made}
+        self.entries[stage] = entry = self._reads[stage] | {"done": True, "outputs": {}, "made": {}}
+        for role, paths in outputs.items():
+            entry["outputs"][role] = list(map(self._name, paths))
+            for path in paths:
+                # A corpus that is used where it lies is not the run's.
+                if path.is_relative_to(self.folder) and path not in sources and path.is_file():
+                    entry["made"][self._name(path)] = self._digest(path)
         self.save()
 
     def forget(self, stages: Iterable[str]) -> None:
@@ -355,22 +362,25 @@ class Pipeline:
         folder, restarts = os.path.realpath(self.folder), "train" in self.redone
         names = (*run_folder.RUN_FILES, run_folder.CHECKPOINTS) if restarts else run_folder.RUN_FILES
         recipe = self.recipe
-        sources = [(key, path) for key, paths in self.record.sources.items() for path in paths]
+        sources = {**self.record.sources}
         if recipe.checkpoint.resume not in ("auto", "never"):
-            sources.append(("checkpoint.resume", Path(recipe.checkpoint.resume)))
+            sources["checkpoint.resume"] = [Path(recipe.checkpoint.resume)]
         if self.train.init_from is not None:
-            sources.append(("train.init_from", self.train.init_from))
+            sources["train.init_from"] = [self.train.init_from]
         for part in ("train", "valid"):
             tokens, own_file = getattr(recipe.data, part), run_folder.token_file(self.folder, part)
             if tokens is not None and tokens.absolute() != own_file.absolute():  # those are made again
-                sources.append((f"data.{part}", tokens))
+                sources[f"data.{part}"] = [tokens]
         own = list(map(os.path.realpath, map(self.folder.joinpath, names)))
-        for key, path in sources:
-            real = os.path.realpath(path)
-            if any(Path(real).is_relative_to(name) for name in own) or (restarts and real == folder):
-                message = f"{path} (key {key}): belongs to the run in {self.folder} that would make it again"
-                hint = "copy it to another place and name that, or name a new run: --set run.name=..."
-                raise UsageError("run.reads_itself", message, hint=hint)
+        for key, paths in sources.items():
+            for path in paths:
+                real = os.path.realpath(path)
+                if any(Path(real).is_relative_to(name) for name in own) or (restarts and real == folder):
+                    message = (
+                        f"{path} (key {key}): belongs to the run in {self.folder} that would make it again"
+                    )
+                    hint = "copy it to another place and name that, or name a new run: --set run.name=..."
+                    raise UsageError("run.reads_itself", message, hint=hint)
 
     @property
     def newest(self) -> Path | None:
@@ -455,12 +465,6 @@ class Pipeline:
         else:
             said = "train.steps = %d: the run was trained to step %d; it keeps this model and its recipe"
             log.warning(said, self.train.steps, trained)
-
-    def write(self, name: str, result: Any) -> Path:
-        """Write what a stage says about itself."""
-        path = self.folder / f"{name}.json"
-        write_atomic(path, json.dumps(asdict(result), default=str) + "\n")
-        return path
 
 
 def _make_corpus(run: Pipeline) -> Outputs:
@@ -550,21 +554,22 @@ def _train(run: Pipeline) -> Outputs:
     )
     assert result is not None
     newest = [] if result.checkpoint is None else sorted(Path(result.checkpoint).iterdir())
-    return {"training": [run.write("training", result)], "checkpoints": [run.checkpoints, *newest]}
+    path = run.folder / "training.json"
+    write_atomic(path, json.dumps(asdict(result), default=str) + "\n")
+    return {"training": [path], "checkpoints": [run.checkpoints, *newest]}
 
 
 def _evaluate(run: Pipeline) -> Outputs:
-    from lmkit.training.evaluation import EvaluateResult
-
     # The training ends with an evaluation: use it if it is of the newest checkpoint.
     found = read_object(run.folder / "training.json").get("evaluation")
-    if found is not None and found["checkpoint"] == str(run.newest) and run.redone[:1] != ["evaluate"]:
-        return {"evaluation": [run.write("evaluation", EvaluateResult(**found))]}
-    from lmkit.training.judging import evaluate_run
+    if found is None or found["checkpoint"] != str(run.newest) or run.redone[:1] == ["evaluate"]:
+        from lmkit.training.judging import evaluate_run
 
-    with alone():
-        result = evaluate_run(run.folder, device=run.recipe.run.device)
-    return {"evaluation": [run.write("evaluation", result)]}
+        with alone():
+            found = asdict(evaluate_run(run.folder, device=run.recipe.run.device))
+    path = run.folder / "evaluation.json"
+    write_atomic(path, json.dumps(found, default=str) + "\n")
+    return {"evaluation": [path]}
 
 
 def _generate(run: Pipeline) -> Outputs:
@@ -635,19 +640,19 @@ def _move(path: Path, place: Path) -> None:
         os.replace(path, place)
 
 
-def _checked(path: Path, key: str) -> Path:
-    """Return the path of a file that the recipe names under `key`; refuse what is no file."""
-    is_corpus = key.startswith("corpus.")
-    if is_corpus:
-        refuse_directory(key, path)
-    if not path.is_file():
-        yours = '["FILE"]' if is_corpus else "FILE"
+def _check_files(paths: Sequence[Path], key: str) -> None:
+    """Refuse what is no file, where the recipe names files under `key`."""
+    for path in paths:
+        if key.startswith("corpus."):
+            refuse_directory(key, path)
+        if path.is_file():
+            continue
+        yours = '["FILE"]' if key.startswith("corpus.") else "FILE"
         hint = f"name yours: --set '{key}={yours}'; paths are relative to the current folder"
         if path.parent.name in shipped_recipes():  # a run that has not been made
             hint = f"make it: lmkit run {path.parent.name}; or {hint}"
         wrong = "not a regular file" if path.exists() else "no such file"
         raise UsageError("run.missing_file", f"{path}: {wrong} (key {key})", hint=hint)
-    return path
 
 
 def _mark_of(recipe: Recipe) -> str | None:
@@ -662,13 +667,3 @@ def _mark_of(recipe: Recipe) -> str | None:
     if path is not None and not path.is_file():  # refused elsewhere; or the run has its own
         return END_OF_TEXT
     return end_of_text_of(recipe)
-
-
-def paths_of(recipe: Recipe, key: str) -> list[Path]:
-    """Return the files that a key of the recipe names; with a tokenizer those beside it that say more."""
-    table, _, name = key.partition(".")
-    value = getattr(getattr(recipe, table), name)
-    if isinstance(value, Path):
-        names = (*run_folder.BESIDE_TOKENIZER, run_folder.SPECIAL_TOKENS_MAP, run_folder.ADDED_TOKENS)
-        return [value, *filter(Path.is_file, map(value.parent.joinpath, names))]
-    return list(value or ())

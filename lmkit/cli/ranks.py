@@ -75,8 +75,8 @@ def follow() -> str:
 @contextmanager
 def alone() -> Iterator[None]:
     """Hide the environment of torchrun: the code inside runs in one process and waits for no other rank."""
-    names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
-    hidden = {name: os.environ.pop(name) for name in os.environ.keys() & names}
+    names = os.environ.keys() & {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
+    hidden = dict(zip(names, map(os.environ.pop, names), strict=True))
     try:
         yield
     finally:

@@ -81,9 +81,8 @@ def _with_seeds(recipe: Recipe, count: int) -> list[Recipe]:
         raise UsageError("run.seeds_of_ranks", message, hint="lmkit run --seeds N --nproc N")
     if is_run(folder):
         hint = "name the folder of the runs: --set run.name=..."
-        raise UsageError(
-            "run.seeds_in_a_run", f"{folder}: is a run itself; --seeds makes runs in it", hint=hint
-        )
+        message = f"{folder}: is a run itself; --seeds makes runs in it"
+        raise UsageError("run.seeds_in_a_run", message, hint=hint)
     return [
         recipe.changed(run={"folder": folder, "name": f"seed-{seed}", "seed": seed})
         for seed in range(first, first + count)

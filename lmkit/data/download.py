@@ -264,9 +264,8 @@ def _unpack(archive: Path, path: Path, max_bytes: int, progress: Progress) -> No
         ):
             _copy(unpacked, file, max_bytes, str(archive), lambda _: progress(stage, packed.tell(), size))
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise LmkitError(
-            "download.damaged", f"{archive}: {error}", hint="delete it to fetch it again"
-        ) from None
+        message = f"{archive}: {error}"
+        raise LmkitError("download.damaged", message, hint="delete it to fetch it again") from None
     write_atomic(_digest_path(path), f"{sha256_file(path)}  {path.name}\n")
     archive.unlink()
     _digest_path(archive).unlink()

@@ -192,10 +192,10 @@ class _Encoding:
             if self._mark and behind is None:
                 yield Chunk(source, size, 0, self._mark)
 
-    def _encode(self, encoder: Encoder, chunk: Chunk) -> _Encoded:
+    def _encode(self, encode: Encoder, chunk: Chunk) -> _Encoded:
         tokenizer, end = self._tokenizer, self._tokenizer.end_of_text_id
         text = valid_utf8(chunk, self._files.paths[chunk.source], self._files.errors)
-        ids, places = encoder.encode_and_find(text, self._files.specials)
+        ids, places = encode(text, self._files.specials)
         places, no_text = tokenizer.specials_in(ids, places)
         ends = places[ids[places] == end]
         if self._longer:

@@ -94,6 +94,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
 
 
+@dataclasses.dataclass(eq=False, kw_only=True)
 class TokenFileWriter:
     """Write a token file (`.npy`), and a mask beside it if `masked`, piece by piece.
 
@@ -103,38 +104,36 @@ class TokenFileWriter:
     another JSON file, such as the tokenizer ("tokens.replaces_json").
     """
 
-    def __init__(self, path: Path, *, vocab_size: int, tokenizer_sha256: str, masked: bool = False) -> None:
-        if path.suffix != ".npy":
-            raise ValueError(f"a token file ends in .npy: {path}")
-        self._path = path
-        self._vocab_size = vocab_size
-        self._tokenizer_sha256 = tokenizer_sha256
-        self._dtype = token_dtype(vocab_size)
-        self._num_tokens = self._num_documents = 0
-        self._write_back_from = 0
-        self._meta: TokenMeta | None = None
-        self._masked = masked
-        self._counted_tokens = 0
+    path: Path = dataclasses.field(kw_only=False)
+    vocab_size: int
+    tokenizer_sha256: str
+    masked: bool = False
 
     def __enter__(self) -> TokenFileWriter:
-        sidecar = self._path.with_suffix(SIDECAR)
+        if self.path.suffix != ".npy":
+            raise ValueError(f"a token file ends in .npy: {self.path}")
+        self._dtype = token_dtype(self.vocab_size)
+        self._meta: TokenMeta | None = None
+        self._num_tokens = self._num_documents = self._counted_tokens = self._write_back_from = 0
+        sidecar = self.path.with_suffix(SIDECAR)
         try:
             is_ours = not sidecar.exists() or "tokenizer_sha256" in read_object(sidecar)
         except (OSError, ValueError):  # no JSON object: a damaged description only if there is a token file
-            is_ours = self._path.exists()
+            is_ours = self.path.exists()
         if not is_ours:
-            message = f"{sidecar}: exists; the description of {self._path.name} would replace it"
+            message = f"{sidecar}: exists; the description of {self.path.name} would replace it"
             raise UsageError("tokens.replaces_json", message, hint="give the token file another name")
         with ExitStack() as stack:
             files: list[BinaryIO] = []
-            for suffix in (".npy", DOCUMENTS, *([MASK] if self._masked else [])):
-                partial = stack.enter_context(atomic_path(self._path.with_suffix(suffix)))
+            for suffix in (".npy", DOCUMENTS, *([MASK] if self.masked else [])):
+                partial = stack.enter_context(atomic_path(self.path.with_suffix(suffix)))
                 files.append(stack.enter_context(open(partial, "wb")))
             self._file, self._documents_file = files[:2]
             self._mask_file = files[-1]  # written to if `masked`
-            self._sizes_file = stack.enter_context(tempfile.TemporaryFile(dir=self._path.parent))
-            self._counts_file = stack.enter_context(tempfile.TemporaryFile(dir=self._path.parent))
-            self._write_header()
+            self._sizes_file = stack.enter_context(tempfile.TemporaryFile(dir=self.path.parent))
+            self._counts_file = stack.enter_context(tempfile.TemporaryFile(dir=self.path.parent))
+            self._header = npy.header_data_from_array_1_0(np.empty(0, self._dtype))
+            npy.write_array_header_1_0(self._file, self._header)
             self._stack = stack.pop_all()
         return self
 
@@ -146,10 +145,10 @@ class TokenFileWriter:
         with self._stack:
             if self._meta is None:
                 raise RuntimeError("the token file was not finished")
-            for old in (self._path, self._path.with_suffix(DOCUMENTS)):  # must not meet the new description
+            for old in (self.path, self.path.with_suffix(DOCUMENTS)):  # must not meet the new description
                 old.unlink(missing_ok=True)
             described = TypeAdapter(TokenMeta).dump_json(self._meta, indent=2, exclude_none=True)
-            write_atomic(self._path.with_suffix(SIDECAR), described + b"\n")
+            write_atomic(self.path.with_suffix(SIDECAR), described + b"\n")
         return None
 
     def append(
@@ -170,8 +169,8 @@ class TokenFileWriter:
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise ValueError(f"ids must be integers in one dimension, got {ids.dtype} {ids.shape}")
         # Negative ids are the largest of their unsigned type.
-        if len(ids) and int(ids.view(f"u{ids.itemsize}").max()) >= self._vocab_size:
-            raise ValueError(f"ids must be 0 to {self._vocab_size - 1}")
+        if len(ids) and int(ids.view(f"u{ids.itemsize}").max()) >= self.vocab_size:
+            raise ValueError(f"ids must be 0 to {self.vocab_size - 1}")
         self._file.write(ids.astype(self._dtype).data)
         self._documents_file.write((np.asarray(documents, "<u8") + np.uint64(self._num_tokens)).data)
         if len(sizes):
@@ -184,7 +183,7 @@ class TokenFileWriter:
             part = self._write_back_from, size - self._write_back_from
             os.posix_fadvise(self._file.fileno(), *part, os.POSIX_FADV_DONTNEED)
             self._write_back_from = size
-        if self._masked:
+        if self.masked:
             self._counts_file.write(bytes([counts]) * len(ids))
             self._counted_tokens += len(ids) * counts
 
@@ -197,30 +196,22 @@ class TokenFileWriter:
         while counts := self._counts_file.read(1 << 20):  # bits of whole bytes, but for the last one
             self._mask_file.write(np.packbits(np.frombuffer(counts, bool)).data)
         self._mask_file.flush()
-        self._write_header()
+        # numpy leaves room in the header for the count to grow, so that it can be overwritten in place.
+        self._file.seek(0)
+        npy.write_array_header_1_0(self._file, self._header | {"shape": (self._num_tokens,)})
+        self._file.flush()
         self._meta = TokenMeta(
-            tokenizer_sha256=self._tokenizer_sha256,
-            vocab_size=self._vocab_size,
+            tokenizer_sha256=self.tokenizer_sha256,
+            vocab_size=self.vocab_size,
             num_tokens=self._num_tokens,
             num_documents=self._num_documents,
             num_bytes=num_bytes,
             source_sha256=source_sha256,
             format=FORMAT,
-            counted_tokens=self._counted_tokens if self._masked else None,
+            counted_tokens=self._counted_tokens if self.masked else None,
             counted_bytes=counted_bytes,
         )
         return self._meta
-
-    def _write_header(self) -> None:
-        # numpy leaves room in the header for the count to grow, so that it can be overwritten in place.
-        self._file.seek(0)
-        shape = {
-            "descr": npy.dtype_to_descr(self._dtype),
-            "fortran_order": False,
-            "shape": (self._num_tokens,),
-        }
-        npy.write_array_header_1_0(self._file, shape)
-        self._file.flush()
 
 
 def open_tokens(path: str | Path, *, tokenizer_sha256: str | None = None) -> TokenFile:
@@ -269,9 +260,8 @@ def read_meta(path: Path) -> TokenMeta:
         raise UsageError("tokens.name", f"{path}: a token file ends in .npy", hint=make_one)
     if not os.path.lexists(sidecar := path.with_suffix(SIDECAR)):
         hint = f"lmkit.data.TokenFileWriter writes ids of your own; if lmkit wrote it: {_way_back(path)}"
-        raise UsageError(
-            "tokens.not_described", f"{path}: no {sidecar.name} beside it describes it", hint=hint
-        )
+        message = f"{path}: no {sidecar.name} beside it describes it"
+        raise UsageError("tokens.not_described", message, hint=hint)
     try:
         content = read_object(sidecar, most_bytes=_MAX_SIDECAR_BYTES)
     except (OSError, ValueError) as error:

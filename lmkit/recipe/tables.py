@@ -143,8 +143,8 @@ class ModelConfig(Table):
         Code that computes the model by itself (a decode step, an exchange format) lists the switches that it
         implements, and is not used for a model with others.
         """
-        own = {key: field for key, field in type(self).model_fields.items() if OWN in field.metadata}
-        return frozenset(key for key, field in own.items() if getattr(self, key) != field.default)
+        fields = type(self).model_fields.items()
+        return frozenset(key for key, it in fields if OWN in it.metadata and getattr(self, key) != it.default)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the values by key; tools for Hugging Face's models, such as PEFT, ask a model's `config` for it."""

@@ -139,9 +139,8 @@ def valid_utf8(chunk: Chunk, path: Path, errors: ErrorMode) -> bytes:
     try:
         return data.decode("utf-8", errors).encode()
     except UnicodeDecodeError as error:
-        raise LmkitError(
-            "text.not_utf8", f"{path}: invalid UTF-8 at byte {chunk.offset + bom + error.start}", hint=REPLACE
-        ) from None
+        message = f"{path}: invalid UTF-8 at byte {chunk.offset + bom + error.start}"
+        raise LmkitError("text.not_utf8", message, hint=REPLACE) from None
 
 
 class TextFiles:
@@ -156,9 +155,8 @@ class TextFiles:
         self.num_bytes = sum(self.sizes)
         if not self.num_bytes:
             names = ", ".join(map(str, paths)) or "no files"
-            raise UsageError(
-                "text.empty", f"the corpus is empty: {names}", hint="give a file that contains text"
-            )
+            message = f"the corpus is empty: {names}"
+            raise UsageError("text.empty", message, hint="give a file that contains text")
 
     def chunks(self, source: int) -> Iterator[Chunk]:
         """Yield the chunks of file number `source`; LmkitError: it changes meanwhile ("corpus.changed")."""

@@ -45,11 +45,16 @@ _ROOM = 1 << 21  # ids; more than one chunk of text has
 _log = logging.getLogger("lmkit")
 
 
+Encoder = Callable[[bytes, SpecialTokens], tuple[np.ndarray, np.ndarray]]
+"""Takes a chunk of text, and the special tokens to find in it. Returns the ids of the chunk, and the indices of the
+special tokens among them, both int32."""
+
+
 def new_encoder(merges: MergeTable) -> Encoder:
     """Return a new encoder, for one thread: in C if the machine can compile it, otherwise in Python."""
     code = library()
-    encoder: Encoder = PythonEncoder(merges) if code is None else NativeEncoder(code, merges)
-    return NormalizingEncoder(encoder) if merges.nfc else encoder
+    encode = python_encoder(merges) if code is None else native_encoder(code, merges)
+    return functools.partial(encode_normal_form, encode) if merges.nfc else encode
 
 
 def new_counter(specials: SpecialTokens) -> WordCounter:
@@ -72,7 +77,7 @@ def is_utf8(data: bytes) -> bool:
 # ---- in Python: `lmkit.core.bpe` has the algorithm to read
 
 _LONG_WORD = 64  # bytes; for a longer word a heap is faster than looking at every pair for each merge
-_MOST_WORDS = 1 << 18  # that a PythonEncoder remembers
+_MOST_WORDS = 1 << 18  # that an encoder in Python remembers
 
 
 class MergeTable(bpe.MergeTable):
@@ -172,103 +177,96 @@ class PythonCounter:
             self._words.update(word_finder("gpt2")(text.decode()))
             self._num_special += special_id is not None
 
-    def absorb(self, other: PythonCounter) -> None:
-        self._words.update(other._words)
-        self._num_special += other._num_special
-
-    def result(self) -> WordCounts:
-        """Return the words in the order of their first appearance."""
+    def result(self, *others: PythonCounter) -> WordCounts:
+        """Return the words of this counter and of others, in the order of their first appearance."""
+        for other in others:
+            self._words.update(other._words)
+            self._num_special += other._num_special
         counts = {word.encode(): count for word, count in self._words.items()}
         return WordCounts.from_mapping(counts, self._num_special)
 
 
-class PythonEncoder:
-    """Encodes chunks of text. A byte that is not UTF-8 counts as a punctuation mark.
+def python_encoder(merges: MergeTable) -> Encoder:
+    """Return an encoder. A byte that is not UTF-8 counts as a punctuation mark.
 
-    >>> encoder = PythonEncoder(MergeTable(range(256), [(ord("h"), ord("i"), 256)]))
-    >>> encoder.encode_and_find(b"hi<|end|>", SpecialTokens({"<|end|>": 257}))[0].tolist()
+    >>> encode = python_encoder(MergeTable(range(256), [(ord("h"), ord("i"), 256)]))
+    >>> encode(b"hi<|end|>", SpecialTokens({"<|end|>": 257}))[0].tolist()
     [256, 257]
     """
+    find_words = word_finder(merges.pattern)
 
-    def __init__(self, merges: MergeTable) -> None:
-        def ids_of(word: str) -> list[int]:
-            return merges.encode_word(word.encode("utf-8", "surrogateescape"))
+    @functools.lru_cache(_MOST_WORDS)
+    def ids_of(word: str) -> list[int]:
+        return merges.encode_word(word.encode("utf-8", "surrogateescape"))
 
-        self._ids_of = functools.lru_cache(_MOST_WORDS)(ids_of)
-        self._find_words = word_finder(merges.pattern)
-
-    def encode_and_find(self, data: bytes, specials: SpecialTokens) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of a chunk, and the indices of `specials` among them, both int32."""
+    def encode(data: bytes, specials: SpecialTokens) -> tuple[np.ndarray, np.ndarray]:
         ids, places = array("i"), array("i")
         for text, special_id in specials.split(data):
-            words = self._find_words(text.decode("utf-8", "surrogateescape"))
-            ids.extend(chain.from_iterable(map(self._ids_of, words)))
+            words = find_words(text.decode("utf-8", "surrogateescape"))
+            ids.extend(chain.from_iterable(map(ids_of, words)))
             if special_id is not None:
                 places.append(len(ids))
                 ids.append(special_id)
         return np.array(ids, np.int32), np.array(places, np.int32)
 
+    return encode
+
+
+def encode_normal_form(
+    encode: Encoder, data: bytes, specials: SpecialTokens
+) -> tuple[np.ndarray, np.ndarray]:
+    """Encode in Unicode's normal form C what lies between special tokens; as of `Encoder`. Nothing composes across a
+    cut of `chunks.exact_chunks`."""
+    if unicodedata.is_normalized("NFC", data.decode("utf-8", "surrogateescape")):
+        return encode(data, specials)
+    parts, places, size = [], [], 0
+    for text, special_id in specials.first.split(data):
+        ids, inside = encode(normal_form(text), specials.of_normal_form)
+        parts.append(ids)
+        places.append(inside + np.int32(size))
+        size += len(ids)
+        if special_id is not None:
+            parts.append(np.array([special_id], np.int32))
+            places.append(np.array([size], np.int32))
+            size += 1
+    return np.concatenate(parts), np.concatenate(places)
+
 
 # ---- in C
 
 
-class NativeEncoder:
-    """Does what `PythonEncoder` does, with `words.c`, for valid UTF-8. It remembers words, and serves one thread."""
+def native_encoder(code: ctypes.CDLL, merges: MergeTable) -> Encoder:
+    """Return an encoder that does the same with `words.c`, for valid UTF-8. It remembers words."""
+    classes = character_classes()  # kept for good: the C encoder borrows it
+    byte_ids = np.array(merges.byte_ids, np.int32)
+    table = np.fromiter(chain.from_iterable(merges.merges), np.int32, 3 * len(merges.merges))
+    left, right, merged = table.reshape(-1, 3).T.copy()
+    words = b"".join(merges.whole)
+    sizes = np.fromiter(map(len, merges.whole), np.int64)
+    ids_of_words = np.fromiter(merges.whole.values(), np.int64)
+    encoder = code.lmkit_encoder_new(
+        *(classes.ctypes.data, byte_ids.ctypes.data),
+        *(left.ctypes.data, right.ctypes.data, merged.ctypes.data, len(merged)),
+        list(PATTERNS).index(merges.pattern),
+        *(words, len(words), sizes.ctypes.data, ids_of_words.ctypes.data, len(ids_of_words)),
+    )
+    if not encoder:
+        raise MemoryError("no memory for the encoder")
+    room, num_places = np.empty((2, _ROOM), np.int32), ctypes.c_int64()
 
-    def __init__(self, code: ctypes.CDLL, merges: MergeTable) -> None:
-        self._code = code
-        self._classes = character_classes()  # the C encoder borrows it
-        byte_ids = np.array(merges.byte_ids, np.int32)
-        table = np.fromiter(chain.from_iterable(merges.merges), np.int32, 3 * len(merges.merges))
-        left, right, merged = table.reshape(-1, 3).T.copy()
-        words = b"".join(merges.whole)
-        sizes = np.fromiter(map(len, merges.whole), np.int64)
-        ids = np.fromiter(merges.whole.values(), np.int64)
-        self._encoder = code.lmkit_encoder_new(
-            *(self._classes.ctypes.data, byte_ids.ctypes.data),
-            *(left.ctypes.data, right.ctypes.data, merged.ctypes.data, len(merged)),
-            list(PATTERNS).index(merges.pattern),
-            *(words, len(words), sizes.ctypes.data, ids.ctypes.data, len(ids)),
-        )
-        if not self._encoder:
-            raise MemoryError("no memory for the encoder")
-        weakref.finalize(self, code.lmkit_encoder_free, self._encoder)
-        self._room = np.empty((2, _ROOM), np.int32)
-        self._num_places = ctypes.c_int64()
-
-    def encode_and_find(self, data: bytes, specials: SpecialTokens) -> tuple[np.ndarray, np.ndarray]:
+    def encode(data: bytes, specials: SpecialTokens) -> tuple[np.ndarray, np.ndarray]:
         # A token has at least one byte. Reusing the room avoids page faults on fresh memory.
-        ids, places = self._room if len(data) <= _ROOM else np.empty((2, len(data)), np.int32)
-        count = self._code.lmkit_encode(
-            *(self._encoder, data, len(data), specials.packed),
-            *(ids.ctypes.data, places.ctypes.data, ctypes.byref(self._num_places)),
+        ids, places = room if len(data) <= _ROOM else np.empty((2, len(data)), np.int32)
+        count = code.lmkit_encode(
+            *(encoder, data, len(data), specials.packed),
+            *(ids.ctypes.data, places.ctypes.data, ctypes.byref(num_places)),
         )
         if count < 0:
             raise MemoryError("no memory to encode a chunk")
-        return ids[:count].copy(), places[: self._num_places.value].copy()
+        return ids[:count].copy(), places[: num_places.value].copy()
 
-
-class NormalizingEncoder:
-    """Encodes in Unicode's normal form C what lies between special tokens. Nothing composes across a cut of
-    `chunks.exact_chunks`."""
-
-    def __init__(self, encoder: Encoder) -> None:
-        self._encoder = encoder
-
-    def encode_and_find(self, data: bytes, specials: SpecialTokens) -> tuple[np.ndarray, np.ndarray]:
-        if unicodedata.is_normalized("NFC", data.decode("utf-8", "surrogateescape")):
-            return self._encoder.encode_and_find(data, specials)
-        parts, places, size = [], [], 0
-        for text, special_id in specials.first.split(data):
-            ids, inside = self._encoder.encode_and_find(normal_form(text), specials.of_normal_form)
-            parts.append(ids)
-            places.append(inside + np.int32(size))
-            size += len(ids)
-            if special_id is not None:
-                parts.append(np.array([special_id], np.int32))
-                places.append(np.array([size], np.int32))
-                size += 1
-        return np.concatenate(parts), np.concatenate(places)
+    weakref.finalize(encode, code.lmkit_encoder_free, encoder)
+    return encode
 
 
 class NativeCounter:
@@ -277,8 +275,8 @@ class NativeCounter:
     def __init__(self, code: ctypes.CDLL, specials: SpecialTokens) -> None:
         self._code = code
         self._packed_specials = specials.packed
-        self._classes = character_classes()  # the C counter borrows it
-        self._counter = code.lmkit_counter_new(self._classes.ctypes.data)
+        classes = character_classes()  # kept for good: the C counter borrows it
+        self._counter = code.lmkit_counter_new(classes.ctypes.data)
         if not self._counter:
             raise MemoryError("no memory for the counter")
         weakref.finalize(self, code.lmkit_counter_free, self._counter)
@@ -287,11 +285,10 @@ class NativeCounter:
         if self._code.lmkit_count(self._counter, data, len(data), self._packed_specials):
             raise MemoryError("no memory to count the words of a chunk")
 
-    def absorb(self, other: NativeCounter) -> None:
-        if self._code.lmkit_count_together(self._counter, other._counter):
-            raise MemoryError("no memory to add the counts")
-
-    def result(self) -> WordCounts:
+    def result(self, *others: NativeCounter) -> WordCounts:
+        for other in others:
+            if self._code.lmkit_count_together(self._counter, other._counter):
+                raise MemoryError("no memory to add the counts")
         sizes = np.empty(3, np.int64)
         self._code.lmkit_counter_sizes(self._counter, sizes.ctypes.data)
         num_words, num_bytes, num_special = sizes.tolist()
@@ -303,7 +300,6 @@ class NativeCounter:
         return WordCounts(text, lengths, counts, num_special)
 
 
-Encoder = NativeEncoder | PythonEncoder | NormalizingEncoder
 WordCounter = NativeCounter | PythonCounter
 
 

@@ -51,8 +51,8 @@ def damaged(path: str | Path, what: object) -> LmkitError:
 # GPT-2's `bytes_to_unicode` (Radford et al. 2019, `encoder.py`): bytes that are visible in Latin-1 stand for
 # themselves; the others, in order, are the characters from U+0100 on. A space becomes U+0120.
 _VISIBLE = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-_HIDDEN = [byte for byte in range(256) if byte not in _VISIBLE]
-CHARACTERS = "".join(chr(byte if byte in _VISIBLE else 256 + _HIDDEN.index(byte)) for byte in range(256))
+_HIDDEN = sorted({*range(256)} - _VISIBLE)
+CHARACTERS = "".join(map(chr, range(256))).translate(dict(zip(_HIDDEN, count(256))))
 _ALPHABET = frozenset(CHARACTERS)
 _BYTES = codecs.charmap_build(CHARACTERS)  # one character per byte is a codec with a table
 
@@ -88,18 +88,15 @@ _ADD_NO_SPACE = ("PreTrainedTokenizerFast", "TokenizersBackend", "LlamaTokenizer
 """Classes of transformers that take the words as `tokenizer.json` has them, whatever `add_prefix_space` says."""
 
 
-def _sequence(first: dict[str, Any], byte_level: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "Sequence", "pretokenizers": [first, byte_level]}
-
-
 def _split(regex: str) -> dict[str, Any]:
     split = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
-    return _sequence(split, {**_BYTE_LEVEL, "use_regex": False})
+    return {"type": "Sequence", "pretokenizers": [split, {**_BYTE_LEVEL, "use_regex": False}]}
 
 
-_PRE_TOKENIZERS = {
+_DIGITS = {"type": "Digits", "individual_digits": True}
+_PRE_TOKENIZERS: dict[str, dict[str, Any]] = {
     "gpt2": _BYTE_LEVEL,
-    "digits": _sequence({"type": "Digits", "individual_digits": True}, _BYTE_LEVEL),
+    "digits": {"type": "Sequence", "pretokenizers": [_DIGITS, _BYTE_LEVEL]},
     "llama3": _split(PATTERNS["llama3"]),
     "qwen2": _split(PATTERNS["qwen2"]),
 }
@@ -205,7 +202,7 @@ def load_json(path: Path) -> dict[str, Any]:
             hint = "lmkit reads byte-level BPE with the words of GPT-2, Llama 3, Qwen2 or SmolLM"
             raise UsageError("tokenizer.unsupported", f"{path}: not supported: {fields}", hint=hint)
         names = model["vocab"]
-        tokens = {name: _token(name) for name in names}
+        tokens = dict(zip(names, map(_token, names), strict=True))
         merges = read_merges(model["merges"], tokens)
         added = {}
         for described in given:

@@ -54,7 +54,7 @@ _SPACES = (
     "\t\n\v\f\r \x85\xa0\u1680" + "".join(map(chr, range(0x2000, 0x200B))) + "\u2028\u2029\u202f\u205f\u3000"
 )
 """The characters that `\\s` matches."""
-_SPACE_RUN = re.compile(b"(?:" + b"|".join(re.escape(space.encode()) for space in _SPACES) + b")*")
+_SPACE_RUN = re.compile(b"(?:" + b"|".join(map(re.escape, map(str.encode, _SPACES))) + b")*")
 _NORMAL_FORM = 8
 """Bytes of a text may become one byte of its normal form: a character of two bytes stands for at most four."""
 
@@ -122,7 +122,7 @@ class SpecialTokens:
         if allowed == "all":
             return self
         allowed = {allowed} if isinstance(allowed, str) else set(allowed)
-        known = [token.text for token in self.ids]
+        known = list(map(operator.attrgetter("text"), self.ids))
         if unknown := allowed.difference(known):
             raise ValueError(f"no special token {min(unknown)!r}; known: {', '.join(map(repr, known))}")
         return SpecialTokens({t: i for t, i in self.ids.items() if not t.special or t.text in allowed})

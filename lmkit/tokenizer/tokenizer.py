@@ -81,8 +81,8 @@ class Tokenizer:
         marks: Marks = NO_MARKS,
     ) -> None:
         self.added_tokens = tuple(AddedToken(t) if isinstance(t, str) else t for t in special_tokens)
-        added = {token.text: token for token in self.added_tokens}
-        if "" in added or len(added) != len(special_tokens):
+        texts = set(map(operator.attrgetter("text"), self.added_tokens))
+        if "" in texts or len(texts) != len(special_tokens):
             raise ValueError("special tokens must be distinct and not empty")
         in_order = sorted(vocab.items())
         ordinary = {token: i for i, token in in_order if isinstance(token, bytes)}
@@ -95,13 +95,24 @@ class Tokenizer:
         except KeyError as error:
             raise ValueError(f"the vocabulary lacks {error.args[0]!r}, which a merge uses or makes") from None
         made = {*_BYTES, *itertools.starmap(operator.add, merges)}
-        added_ids = _place(added, ordinary, verbatim, made, whole_words)
+        ids: dict[AddedToken, int] = {}
+        next_free = max(vocab, default=-1) + 1
+        for added in self.added_tokens:
+            name, token = files.to_bytes(added.text) or b"", added.text.encode()
+            if name in ordinary and (name in made or (whole_words and name != token and is_utf8(name))):
+                ids[added] = ordinary[name]
+                continue
+            if added.text not in verbatim:  # an ordinary token of the same spelling becomes special
+                spelled = name if name in ordinary or token in made else token
+                verbatim[added.text] = ordinary.pop(spelled, next_free)
+                next_free += verbatim[added.text] == next_free
+            ids[added] = verbatim[added.text]
         special = set(verbatim.values())
         if not special.isdisjoint(itertools.chain.from_iterable(table)):
             # A special token is never merged, even if the list of merges has it.
             self.merges = [pair for pair in merges if pair[0] in ordinary and pair[1] in ordinary]
             table = [row for row in table if special.isdisjoint(row)]
-        self.specials = SpecialTokens({added[text]: token_id for text, token_id in added_ids.items()})
+        self.specials = SpecialTokens(ids)
         self.special_ids = {token.text: i for token, i in self.specials.ids.items() if token.special}
         self.special_tokens = tuple(self.special_ids)
         self.verbatim = frozenset(special)
@@ -221,12 +232,12 @@ class Tokenizer:
 
     def _encode_utf8(self, data: bytes, specials: SpecialTokens) -> list[int]:
         with self._lock:
-            encoder = self._encoder = self._encoder or new_encoder(self.merge_table)
+            encode = self._encoder = self._encoder or new_encoder(self.merge_table)
             if len(data) <= CHUNK_BYTES:
-                return encoder.encode_and_find(data, specials)[0].tolist()
+                return encode(data, specials)[0].tolist()
             ids: list[int] = []
             for chunk in exact_chunks([data], specials):
-                ids += encoder.encode_and_find(chunk.data, specials)[0].tolist()
+                ids += encode(chunk.data, specials)[0].tolist()
             return ids
 
     def decode(self, ids: Iterable[int], *, errors: str = "replace") -> str:
@@ -301,26 +312,3 @@ class Tokenizer:
             return cls(**files.load_gpt2(Path(vocab_json), Path(merges_txt)))
         except ValueError as error:
             raise files.damaged(vocab_json, error) from error
-
-
-def _place(
-    added: Collection[str],
-    ordinary: dict[bytes, int],
-    verbatim: dict[str, int],
-    made: Collection[bytes],
-    whole_words: bool,
-) -> dict[str, int]:
-    """Return the ids of the added tokens; put those that are no ordinary tokens into `verbatim`."""
-    ids = {}
-    next_free = max((*ordinary.values(), *verbatim.values()), default=-1) + 1
-    for text in added:
-        name, token = files.to_bytes(text) or b"", text.encode()
-        if name in ordinary and (name in made or (whole_words and name != token and is_utf8(name))):
-            ids[text] = ordinary[name]
-            continue
-        if text not in verbatim:
-            found = name if name in ordinary else token if token in ordinary and token not in made else None
-            verbatim[text] = next_free if found is None else ordinary.pop(found)
-            next_free += found is None
-        ids[text] = verbatim[text]
-    return ids

@@ -124,9 +124,7 @@ def _count_words(files: TextFiles, workers: int, progress: Progress | None) -> W
             done_bytes += chunk.num_bytes
             if progress is not None:
                 progress("count words", done_bytes, files.num_bytes)
-    for other in counters[1:]:
-        counters[0].absorb(other)
-    words: WordCounts = counters[0].result()
+    words: WordCounts = counters[0].result(*counters[1:])
     return words
 
 
@@ -150,10 +148,10 @@ def inspect_tokenizer(
     """Describe a `tokenizer.json` with its `longest` tokens; with a text file, measure the compression on it. Bytes
     of the text that are not UTF-8 are read as U+FFFD."""
     tokenizer = Tokenizer.load(path)
-    encoder, num_bytes, num_tokens = new_encoder(tokenizer.merge_table), 0, 0
+    encode, num_bytes, num_tokens = new_encoder(tokenizer.merge_table), 0, 0
     for chunk in () if text is None else exact_chunks(read_blocks(Path(text)), tokenizer.specials):
         data = valid_utf8(chunk, Path(text or ""), "replace")
-        ids, marks = encoder.encode_and_find(data, tokenizer.specials)
+        ids, marks = encode(data, tokenizer.specials)
         marks, no_text = tokenizer.specials_in(ids, marks)
         num_bytes += len(data) - no_text
         num_tokens += len(ids) - len(marks)

@@ -96,11 +96,8 @@ def _unread(path: Path, error: OSError) -> LmkitError:
 
 def newer(path: object, what: str, found: object, known: int) -> LmkitError:
     """Return the error for a whole checkpoint in a format that a later lmkit wrote."""
-    return LmkitError(
-        "checkpoint.newer_format",
-        f"{path}: {what} format {found}, this lmkit knows {known}",
-        hint="upgrade lmkit: pip install --upgrade lmkit",
-    )
+    message = f"{path}: {what} format {found}, this lmkit knows {known}"
+    return LmkitError("checkpoint.newer_format", message, hint="upgrade lmkit: pip install --upgrade lmkit")
 
 
 class FileEntry(TypedDict):
@@ -486,11 +483,9 @@ def open_checkpoint(path: Path, *, is_verified: bool = False) -> Checkpoint:
         UsageError: not a checkpoint folder.
     """
     if not (path / MANIFEST).is_file() and not (path / MODEL).is_file():
-        raise UsageError(
-            "checkpoint.not_found",
-            f"{path}: not a checkpoint folder (no {MANIFEST})",
-            hint="a checkpoint is a folder like <run>/checkpoints/step-00000100",
-        )
+        message = f"{path}: not a checkpoint folder (no {MANIFEST})"
+        hint = "a checkpoint is a folder like <run>/checkpoints/step-00000100"
+        raise UsageError("checkpoint.not_found", message, hint=hint)
     entries = read_manifest(path)
     if not is_verified:
         verify_file(path / STATE, entries[STATE])
@@ -498,11 +493,9 @@ def open_checkpoint(path: Path, *, is_verified: bool = False) -> Checkpoint:
     for rank in range(state.optimizer_shards):
         name = shard_name(rank, state.optimizer_shards)
         if name not in entries or not (path / name).is_file():
-            raise LmkitError(
-                "checkpoint.incomplete",
-                f"{path / name}: missing, the optimizer state of rank {rank}",
-                hint="copy the whole checkpoint folder, or use an older one",
-            )
+            message = f"{path / name}: missing, the optimizer state of rank {rank}"
+            hint = "copy the whole checkpoint folder, or use an older one"
+            raise LmkitError("checkpoint.incomplete", message, hint=hint)
     return Checkpoint(path, state, entries, is_verified)
 
 
@@ -543,9 +536,8 @@ def newest_checkpoint(path: Path) -> Checkpoint:
     """
     if not path.is_dir():
         hint = hint_at_run(path, otherwise="name a run folder, a checkpoint or a Hugging Face folder")
-        raise UsageError(
-            "checkpoint.not_found", f"{path}: {'is a file' if path.exists() else 'no such folder'}", hint=hint
-        )
+        message = f"{path}: {'is a file' if path.exists() else 'no such folder'}"
+        raise UsageError("checkpoint.not_found", message, hint=hint)
     if (path / MANIFEST).exists() or (path / STATE).exists():
         return open_checkpoint(path)
     choice = newest_valid(path if path.name == CHECKPOINTS else path / CHECKPOINTS)

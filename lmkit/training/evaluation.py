@@ -138,18 +138,13 @@ def summarise(loss: float, tokens: int, bytes_per_token: float | None) -> Evalua
     return Evaluation(loss, perplexity, bits_per_byte, tokens, bytes_per_token)
 
 
-@dataclass(frozen=True)
-class EvaluateResult:
-    """Result of evaluating a model on a whole token file; loss in nats per token."""
+@dataclass(frozen=True, kw_only=True)
+class EvaluateResult(Evaluation):
+    """Result of evaluating a model on a whole token file."""
 
     checkpoint: str
     step: int | None
     tokens_file: str
-    loss: float
-    perplexity: float
-    bits_per_byte: float | None
-    tokens: int
-    bytes_per_token: float | None = None
 
     def __str__(self) -> str:
         bits = "" if self.bits_per_byte is None else f", {self.bits_per_byte:.4f} bits per byte"

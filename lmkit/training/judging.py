@@ -80,7 +80,8 @@ def evaluate_run(
         hint = "name conversations with words of the assistant"
         raise UsageError("evaluate.nothing_counts", f"{name}: none of its tokens counts", hint=hint)
     refuse_not_finite([evaluation.loss], trained.weights.path, name)
-    return EvaluateResult(*trained.place, name, **asdict(evaluation))
+    checkpoint, step = trained.place
+    return EvaluateResult(**asdict(evaluation), checkpoint=checkpoint, step=step, tokens_file=name)
 
 
 @contextmanager
@@ -121,11 +122,9 @@ def refuse_not_finite(nats: Sequence[float], model: Path, text: object) -> None:
     """Refuse log-likelihoods or losses that are no numbers, before anything is concluded from them."""
     wrong = [value for value in nats if not math.isfinite(value)]
     if wrong:
-        raise LmkitError(
-            "evaluate.not_finite",
-            f"{model}: {len(wrong)} of {len(nats)} losses on {text} are not finite ({wrong[0]})",
-            hint="it predicts no finite numbers; use an older checkpoint",
-        )
+        message = f"{model}: {len(wrong)} of {len(nats)} losses on {text} are not finite ({wrong[0]})"
+        hint = "it predicts no finite numbers; use an older checkpoint"
+        raise LmkitError("evaluate.not_finite", message, hint=hint)
 
 
 @dataclass(frozen=True)
@@ -286,11 +285,9 @@ def ids_before(tokenizer: Tokenizer, path: Path) -> list[int]:
     """Return the ids before the first token of a text: the tokenizer's prefix, else its `start_id`."""
     start = tokenizer.start_id
     if start is None:
-        raise UsageError(
-            "evaluate.no_start",
-            f"{path}: its tokenizer has no token that begins or ends a text",
-            hint="evaluate without --by-document; of a choice, ask a question",
-        )
+        message = f"{path}: its tokenizer has no token that begins or ends a text"
+        hint = "evaluate without --by-document; of a choice, ask a question"
+        raise UsageError("evaluate.no_start", message, hint=hint)
     return [*tokenizer.prefix] or [start]
 
 

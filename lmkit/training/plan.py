@@ -189,9 +189,8 @@ def check(recipe: Recipe, *, ranks: int = 1) -> Measured:
     from lmkit.parallel.launch import spawn_ranks
 
     if not torch.cuda.is_available():
-        raise UsageError(
-            "plan.no_gpu", "--check: this machine shows no GPU to measure on", hint="leave out --check"
-        )
+        message = "--check: this machine shows no GPU to measure on"
+        raise UsageError("plan.no_gpu", message, hint="leave out --check")
     try:
         return spawn_ranks(ranks, measure, (recipe,))  # in processes whose memory holds nothing else
     except LmkitError as error:

@@ -38,11 +38,8 @@ def ranks_of(recipe: Recipe) -> Iterator[Ranks]:
     """
     table, device = recipe.parallel, recipe.run.device
     if table.backend == "nccl" and local_device(device, local_rank=0).type != "cuda":
-        raise UsageError(
-            "ranks.backend",
-            'parallel.backend: "nccl" works between GPUs, and the device is a CPU',
-            hint='leave it at "auto"',
-        )
+        message = 'parallel.backend: "nccl" works between GPUs, and the device is a CPU'
+        raise UsageError("ranks.backend", message, hint='leave it at "auto"')
     # On GPUs the group's own choice is NCCL, with gloo for CPU tensors.
     backend = None if table.backend in ("auto", "nccl") else table.backend
     with process_group(device, backend=backend, timeout_s=table.timeout_s) as ranks:

@@ -92,14 +92,8 @@ class RunsCompared:
     changes: tuple[str, ...]
 
     def __str__(self) -> str:
-        specs = {
-            "place": ",.6g",
-            "before": ".4f",
-            "after": ".4f",
-            "difference": "+.4f",
-            "low": "+.4f",
-            "high": "+.4f",
-        }
+        specs = {"place": ",.6g", "before": ".4f", "after": ".4f"}
+        specs |= dict.fromkeys(("difference", "low", "high"), "+.4f")
         heads = {"at": "at equal", "place": "", "low": "95% from", "high": "to", "verdict": "after is"}
         keys = ("at", *specs, "verdict")
         columns = [Column(key, heads.get(key, key), specs.get(key, "")) for key in keys]
@@ -175,18 +169,14 @@ def _recipes(path: Path, found: Sequence[Path]) -> list[Recipe]:
     recipes = [load_recipe(file if (file := run / RECIPE).is_file() else None) for run in found]
     for run, recipe in zip(found, recipes, strict=True):
         if changed := differences(recipes[0], recipe, ignore=SAME_RECIPE):
-            raise UsageError(
-                "compare.other_recipes",
-                f"{path}: {found[0].name} and {run.name} differ in more than their seeds: {changed[0]}",
-                hint="name folders whose runs have one recipe, as lmkit run --seeds makes them",
-            )
+            message = f"{path}: {found[0].name} and {run.name} differ in more than their seeds: {changed[0]}"
+            hint = "name folders whose runs have one recipe, as lmkit run --seeds makes them"
+            raise UsageError("compare.other_recipes", message, hint=hint)
     seeds = Counter(recipe.run.seed for recipe in recipes)
     if len(seeds) < len(recipes):
-        raise UsageError(
-            "compare.one_seed_twice",
-            f"{path}: {max(seeds.values())} runs have the seed {max(seeds, key=seeds.__getitem__)}",
-            hint="an interval takes runs of different seeds: lmkit run RECIPE --seeds 3",
-        )
+        message = f"{path}: {max(seeds.values())} runs have the seed {max(seeds, key=seeds.__getitem__)}"
+        hint = "an interval takes runs of different seeds: lmkit run RECIPE --seeds 3"
+        raise UsageError("compare.one_seed_twice", message, hint=hint)
     return recipes
 
 
@@ -209,11 +199,9 @@ def _finite_records(path: Path) -> list[Record]:
     for record in records:
         loss = record.get("loss", math.nan)
         if record["kind"] in ("valid", "final") and not (isinstance(loss, float) and math.isfinite(loss)):
-            raise LmkitError(
-                "compare.not_finite",
-                f"{path}: the held-out loss of step {record['step']} is not finite",
-                hint="a diverged run compares with nothing; train it again with a lower optimizer.lr",
-            )
+            message = f"{path}: the held-out loss of step {record['step']} is not finite"
+            hint = "a diverged run compares with nothing; train it again with a lower optimizer.lr"
+            raise LmkitError("compare.not_finite", message, hint=hint)
     return records
 
 
@@ -233,15 +221,17 @@ def _row(
     return Difference(at, place, fmean(before), fmean(after), difference, low, high, counts, verdict)
 
 
-def _curve(records: Sequence[Record], metric: str) -> Curve:
-    def points(kind: str, *keys: str) -> list[tuple[Any, ...]]:
-        rows = (tuple(record.get(key) for key in keys) for record in records if record["kind"] == kind)
-        return [row for row in rows if all(isinstance(value, int | float) for value in row)]
+def _points(records: Sequence[Record], kind: str, *keys: str) -> list[tuple[Any, ...]]:
+    """Return the values of these keys in the records of a kind that have all of them."""
+    rows = (tuple(map(record.get, keys)) for record in records if record["kind"] == kind)
+    return [row for row in rows if None not in row]
 
-    trained = [(0, 0, 0.0), *points("train", "step", "tokens", "seconds")]
+
+def _curve(records: Sequence[Record], metric: str) -> Curve:
+    trained = [(0, 0, 0.0), *_points(records, "train", "step", "tokens", "seconds")]
     steps = [step for step, *_ in trained]
-    held_out = sorted(point for point in points("valid", "step", metric) if point[0] <= steps[-1])
-    finals = points("final", metric)
+    held_out = sorted(each for each in _points(records, "valid", "step", metric) if each[0] <= steps[-1])
+    finals = _points(records, "final", metric)
     at = [step for step, _ in held_out]
     tokens = np.interp(at, steps, [tokens for _, tokens, _ in trained])
     minutes = np.interp(at, steps, [seconds / 60 for *_, seconds in trained])
@@ -274,10 +264,8 @@ class Run:
     folder: Path
     records: list[Record]
 
-    def points(self, kind: str, x: str, y: str) -> list[tuple[Any, Any]]:
-        """Return the pairs of values in the records of a kind that have both."""
-        found = ((r.get(x), r.get(y)) for r in self.records if r["kind"] == kind)
-        return [pair for pair in found if None not in pair]
+    def points(self, kind: str, x: str, y: str) -> list[tuple[Any, ...]]:
+        return _points(self.records, kind, x, y)
 
     def text(self, name: str) -> str:
         """Return the text of a file in the folder; "" if there is none."""

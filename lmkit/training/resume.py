@@ -26,6 +26,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
 from dataclasses import dataclass, fields
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import IO, Any
 
@@ -167,11 +168,9 @@ def load_optimizer_tensors(
             _load_into_whole(optimizer, model, whole)
     # Layouts are free-form JSON.
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise LmkitError(
-            "checkpoint.other_optimizer",
-            f"{origin}: optimizer state: {error}",
-            hint="the checkpoint belongs to another model or optimizer",
-        ) from error
+        message = f"{origin}: optimizer state: {error}"
+        hint = "the checkpoint belongs to another model or optimizer"
+        raise LmkitError("checkpoint.other_optimizer", message, hint=hint) from error
 
 
 def load_masters(optimizer: Any, model: nn.Module, weights: Tensors) -> None:
@@ -299,11 +298,9 @@ class CheckpointWriter:
         try:
             writing.result()
         except OSError as error:
-            raise LmkitError(
-                "checkpoint.write_failed",
-                f"{self._folder / step_name(self._step)}: cannot be saved: {reason(error)}",
-                hint="earlier checkpoints are intact; make room, then train again to resume from the newest",
-            ) from error
+            message = f"{self._folder / step_name(self._step)}: cannot be saved: {reason(error)}"
+            hint = "earlier checkpoints are intact; make room, then train again to resume from the newest"
+            raise LmkitError("checkpoint.write_failed", message, hint=hint) from error
 
     def wait_for_all(self) -> None:
         """Return once no rank writes any more; RankLost: another rank cannot save, and its own error says why.
@@ -321,11 +318,9 @@ class CheckpointWriter:
                 patience = _POLL_S
         self.stall_seconds += time.perf_counter() - started
         if failed_somewhere and not failed:
-            raise RankLost(
-                "ranks.lost",
-                f"rank {self._ranks.rank}, saving step {self._step}: another rank cannot write its part",
-                hint="look for that rank's own error; earlier checkpoints are intact",
-            )
+            message = f"rank {self._ranks.rank}, saving step {self._step}: another rank cannot write its part"
+            hint = "look for that rank's own error; earlier checkpoints are intact"
+            raise RankLost("ranks.lost", message, hint=hint)
         self.wait()
 
     def abandon(self) -> None:
@@ -369,11 +364,9 @@ class CheckpointWriter:
             # The very last update may have made weights NaN: they must not replace a good checkpoint.
             for name, tensor in tensors.items():
                 if not is_finite(tensor):
-                    raise LmkitError(
-                        "checkpoint.nonfinite",
-                        f"step {state.step}: {file}: {name} is not finite; not saved",
-                        hint="resume from the newest checkpoint with a lower optimizer.lr",
-                    )
+                    message = f"step {state.step}: {file}: {name} is not finite; not saved"
+                    hint = "resume from the newest checkpoint with a lower optimizer.lr"
+                    raise LmkitError("checkpoint.nonfinite", message, hint=hint)
         partial = self._folder / (step_name(state.step) + PARTIAL_SUFFIX)
         if not self._ranks.is_first:
             self._write_part(state, copies, partial)
@@ -411,11 +404,8 @@ class CheckpointWriter:
         for rank in range(1, self._ranks.world_size):
             sent = self._receive("part", rank)
             if "error" in sent:
-                raise LmkitError(
-                    "checkpoint.write_failed",
-                    f"{partial}: rank {rank} cannot save its part: {sent['error']}",
-                    hint="earlier checkpoints are intact",
-                )
+                message = f"{partial}: rank {rank} cannot save its part: {sent['error']}"
+                raise LmkitError("checkpoint.write_failed", message, hint="earlier checkpoints are intact")
             rng.append(RngState.model_validate(sent["rng"]))
             entries |= sent["entries"]
         complete = state.changed(rng=tuple(rng))
@@ -439,11 +429,9 @@ class CheckpointWriter:
                 if message["step"] == self._step:
                     return message
             if self._abandoned.wait(_POLL_S) or time.monotonic() > deadline:
-                raise LmkitError(
-                    "checkpoint.rank_missing",
-                    f"{step_name(self._step)}: rank {sender} did not deliver its part of the checkpoint",
-                    hint="look for that rank's own error; earlier checkpoints are intact",
-                )
+                missing = f"{step_name(self._step)}: rank {sender} did not deliver its part of the checkpoint"
+                hint = "look for that rank's own error; earlier checkpoints are intact"
+                raise LmkitError("checkpoint.rank_missing", missing, hint=hint)
 
 
 def prune(folder: Path, losses: dict[int, float | None], *, keep_last: int, keep_best: int) -> list[Path]:
@@ -473,7 +461,7 @@ def prune(folder: Path, losses: dict[int, float | None], *, keep_last: int, keep
             kept.add(step)
     good = [step for step, _ in saved if step in losses]
     rated = [(loss, step) for step in good if (loss := losses[step]) is not None]
-    kept.update(good[-keep_last:], (step for _, step in sorted(rated)[:keep_best]))
+    kept.update(good[-keep_last:], map(itemgetter(1), sorted(rated)[:keep_best]))
     doomed = [path for step, path in saved if step not in kept and good and step < good[-keep_last:][0]]
     for path in doomed:
         remove_folder(path)
@@ -505,8 +493,8 @@ def open_folder(recipe: Recipe, hold: Callable[[], object]) -> tuple[Path | None
     if checkpoints.is_dir():
         removed += clean_leftovers(checkpoints)
     path, skipped = choose_start(recipe)
-    notes = [f"removed {left}, left by a session that was killed" for left in removed]
-    notes += [f"skipped {why}" for why in skipped]
+    notes = list(map("removed {}, left by a session that was killed".format, removed))
+    notes += map("skipped {}".format, skipped)
     # The steps since are made again: their checkpoints would replace the damaged ones, of which parts may be whole.
     for saved in reversed(saved_steps(checkpoints)) if skipped else ():
         if saved.path == path:
@@ -524,22 +512,18 @@ def choose_start(recipe: Recipe) -> Choice:
     present = saved_steps(folder)
     if wish == "never":
         if present:
-            raise UsageError(
-                "resume.refused",
-                f'{folder}: holds {present[-1].path.name}, but checkpoint.resume is "never"',
-                hint="choose another run.name, delete the checkpoints, or resume",
-            )
+            message = f'{folder}: holds {present[-1].path.name}, but checkpoint.resume is "never"'
+            hint = "choose another run.name, delete the checkpoints, or resume"
+            raise UsageError("resume.refused", message, hint=hint)
         return Choice(None, ())
     path = Path(wish)
     checkpoint = open_checkpoint(path)
     verify(path)
     newer = [saved for saved in present if saved.step > checkpoint.state.step]
     if newer:
-        raise UsageError(
-            "resume.refused",
-            f"checkpoint.resume: {path} is older than {newer[-1].path} of the same run",
-            hint="choose another run.name for the new branch, or delete the newer checkpoints",
-        )
+        message = f"checkpoint.resume: {path} is older than {newer[-1].path} of the same run"
+        hint = "choose another run.name for the new branch, or delete the newer checkpoints"
+        raise UsageError("resume.refused", message, hint=hint)
     return Choice(path, ())
 
 
@@ -566,11 +550,9 @@ def check_agreement(
         ]
         refused.append(f"data.train: another token file ({', '.join(differing)})")
     if refused:
-        raise UsageError(
-            "resume.other_recipe",
-            f"{checkpoint.path}: made by another recipe: {'; '.join(refused)}",
-            hint="go back to those values, or name a new run: --set run.name=...",
-        )
+        message = f"{checkpoint.path}: made by another recipe: {'; '.join(refused)}"
+        hint = "go back to those values, or name a new run: --set run.name=..."
+        raise UsageError("resume.other_recipe", message, hint=hint)
     before, now = old.optimizer.name, recipe.optimizer.name
     if old.train is not None and not rule.keeps_state(before, now):
         allowed.append(f"optimizer.name: {now} begins without the state of {before}")

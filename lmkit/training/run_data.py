@@ -47,6 +47,7 @@ def open_data(recipe: Recipe) -> Data:
     train = open_tokens(train_path)
     valid = open_tokens(valid_path) if valid_path.exists() else None
     ours, own, table = train.meta.tokenizer_sha256, recipe.run.path / TOKENIZER, recipe.tokenizer
+    named = own if table is None or table.path is None else table.path
     if valid is not None and valid.meta.tokenizer_sha256 != ours:
         raise UsageError(
             "data.other_tokenizer",
@@ -55,19 +56,15 @@ def open_data(recipe: Recipe) -> Data:
             hint="encode both with the same tokenizer",
         )
     # `lmkit generate` will read and write with the run's tokenizer.
-    for path in {tokenizer_path(recipe), own}:
+    for path in {named, own}:
         end = None if path == own or table is None else table.end_of_text
         if path.exists() and (theirs := Tokenizer.load(path, end_of_text=end).sha256) != ours:
             hint = "encode the text again, or name its tokenizer: --set tokenizer.path=FILE"
-            if path == own != tokenizer_path(recipe):
+            if path == own != named:
                 hint = "move it away, or name a new run: --set run.name=..."
-            raise UsageError(
-                "data.other_tokenizer",
-                f"{train_path}: made with tokenizer {ours}, but {path} is {theirs}",
-                hint=hint,
-            )
-    identity = {key: getattr(train.meta, key) for key in DataIdentity.model_fields}
-    return Data(train, valid, DataIdentity(**identity))
+            message = f"{train_path}: made with tokenizer {ours}, but {path} is {theirs}"
+            raise UsageError("data.other_tokenizer", message, hint=hint)
+    return Data(train, valid, DataIdentity.model_validate(train.meta, from_attributes=True))
 
 
 def keep_tokenizer(recipe: Recipe) -> None:
@@ -105,17 +102,12 @@ def check_token_files(recipe: Recipe, *, are_made: bool = True) -> None:
             command = f"lmkit run {shlex.quote(recipe.source)}"
             if recipe.run.name != recipe.source:  # most shipped recipes name their run as themselves
                 command += f" --set run.name={shlex.quote(recipe.run.name)}"
-        raise UsageError(
-            "data.no_tokens",
-            f"{train}: no such token file to train on (key data.train)",
-            hint=f"make it with: {command}; or name another: --set data.train=FILE.npy",
-        )
+        message = f"{train}: no such token file to train on (key data.train)"
+        hint = f"make it with: {command}; or name another: --set data.train=FILE.npy"
+        raise UsageError("data.no_tokens", message, hint=hint)
     if recipe.data.valid is not None and not valid.exists() and valid not in later:
-        raise UsageError(
-            "data.no_tokens",
-            f"{valid}: no such token file to evaluate on (key data.valid)",
-            hint="leave the key out to train without evaluation",
-        )
+        message = f"{valid}: no such token file to evaluate on (key data.valid)"
+        raise UsageError("data.no_tokens", message, hint="leave the key out to train without evaluation")
 
 
 def refuse_changed(recipe: Recipe) -> None:
@@ -161,12 +153,6 @@ def token_paths(recipe: Recipe) -> tuple[Path, Path]:
     return recipe.data.train or token_file(folder, "train"), recipe.data.valid or token_file(folder, "valid")
 
 
-def tokenizer_path(recipe: Recipe) -> Path:
-    """Return the tokenizer that a recipe names, or that of the run folder; it need not exist."""
-    given = recipe.tokenizer.path if recipe.tokenizer is not None else None
-    return given or recipe.run.path / TOKENIZER
-
-
 def resolve(recipe: Recipe, data: Data) -> Recipe:
     """Fill in the vocabulary size and the steps of `train.epochs` from the token file."""
     model, train = recipe.model, recipe.train
@@ -189,11 +175,8 @@ def resolve(recipe: Recipe, data: Data) -> Recipe:
     if model.vocab_size is None:
         return recipe.changed(model={"vocab_size": needed})
     if model.vocab_size < needed:
-        raise UsageError(
-            "data.vocab_size",
-            f"model.vocab_size: {model.vocab_size} is smaller than the token file's {needed}",
-            hint="leave it out to take the token file's",
-        )
+        message = f"model.vocab_size: {model.vocab_size} is smaller than the token file's {needed}"
+        raise UsageError("data.vocab_size", message, hint="leave it out to take the token file's")
     return recipe
 
 

@@ -53,7 +53,6 @@ from lmkit.training.run_data import (
     resolved_tables,
     token_paths,
 )
-from lmkit.training.services import tensorboard_sink, wandb_sink
 from lmkit.training.setup import check_device, step_of
 from lmkit.training.trainer import Trainer, WriteSamples
 from lmkit.training.weights import GivenWeights, open_given
@@ -182,8 +181,12 @@ def _run_rank(
             after = resumed_from or 0
             others: list[Sink] = [Console(resolved.train.steps, first_step=after)]
             if resolved.wandb.enabled:
+                from lmkit.training.services import wandb_sink
+
                 others.append(wandb_sink(resolved, recipe.run.path, after_step=after))
             if resolved.train.tensorboard:
+                from lmkit.training.services import tensorboard_sink
+
                 others.append(tensorboard_sink(recipe.run.path, after_step=after))
             sink = MetricsFile(recipe.run.path / run_folder.METRICS, after_step=after, others=others)
         try:
@@ -308,11 +311,9 @@ def _refuse_private_folder(folder: Path, ranks: Ranks) -> None:
         sign.unlink()
     if not all(sees):
         blind = ", ".join(str(rank) for rank, seen in enumerate(sees) if not seen)
-        raise UsageError(
-            "run.not_shared",
-            f"{folder}: rank {blind} cannot see what rank 0 writes there (key run.folder)",
-            hint="put it on a disk that all machines share: --set run.folder=/shared/runs",
-        )
+        message = f"{folder}: rank {blind} cannot see what rank 0 writes there (key run.folder)"
+        hint = "put it on a disk that all machines share: --set run.folder=/shared/runs"
+        raise UsageError("run.not_shared", message, hint=hint)
 
 
 def _finished_before(recipe: Recipe, checkpoint: Checkpoint, data: Data) -> TrainResult | None:
@@ -353,8 +354,8 @@ def _result(
         if step <= position.step:  # later ones were damaged: the run was resumed from an earlier one
             checkpoint = str(path)
     if evaluation is not None and checkpoint is not None:
-        held_out = str(token_paths(recipe)[1])
-        reported = EvaluateResult(checkpoint, position.step, held_out, **asdict(evaluation))
+        figures, file = asdict(evaluation), str(token_paths(recipe)[1])
+        reported = EvaluateResult(**figures, checkpoint=checkpoint, step=position.step, tokens_file=file)
     return TrainResult(
         folder=str(recipe.run.path),
         status=status,

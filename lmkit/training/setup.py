@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
@@ -116,8 +117,12 @@ def build_step(
         for group in groups:
             if group["params"][0].dim() < 2:
                 group["weights"] = "fp32"  # gains stay what `hold_weights` would leave them
-    if not OPTIMIZERS.facts(table.name).elementwise:
-        groups = _split(groups, plain.layers)
+    if not OPTIMIZERS.facts(table.name).elementwise:  # Muon orthogonalises the matrices of linear layers
+        matrices = {module.weight for module in plain.layers.modules() if isinstance(module, Linear)}
+        joined, groups = groups, []
+        for group, is_matrix in product(joined, (True, False)):
+            if params := [param for param in group["params"] if (param in matrices) == is_matrix]:
+                groups.append({**group, "params": params, "is_matrix": is_matrix})
     made: Any = sync.build_optimizer(make_optimizer or partial(_make_optimizer, table), groups)
     if masters:
         made.keep_masters(masters)
@@ -131,17 +136,6 @@ def build_step(
         grad_clip=grad_clip,
         **options,
     )
-
-
-def _split(groups: list[dict[str, Any]], layers: nn.Module) -> list[dict[str, Any]]:
-    """Split groups into matrices of linear layers, which Muon orthogonalises, and other parameters: "is_matrix"."""
-    matrices = {module.weight for module in layers.modules() if isinstance(module, Linear)}
-    split = []
-    for group in groups:
-        for is_matrix in (True, False):
-            if params := [param for param in group["params"] if (param in matrices) == is_matrix]:
-                split.append({**group, "params": params, "is_matrix": is_matrix})
-    return split
 
 
 def step_of(
@@ -283,9 +277,8 @@ def check_device(recipe: Recipe, device: torch.device) -> None:
 
         check_fp8(device)
     if train.precision == "fp16" and device.type == "cpu":
-        raise UsageError(
-            "train.wrong_device", 'train.precision: "fp16" needs a GPU', hint='use "bf16" or "fp32"'
-        )
+        message = 'train.precision: "fp16" needs a GPU'
+        raise UsageError("train.wrong_device", message, hint='use "bf16" or "fp32"')
     table = recipe.optimizer  # it says what it refuses when it is made
     groups = decay_groups([nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))], table.weight_decay)
     if not OPTIMIZERS.facts(table.name).elementwise:

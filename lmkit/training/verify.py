@@ -107,11 +107,9 @@ def _checks_of(path: Path) -> Iterator[Check]:
     elif path.is_file() and path.suffix in _FILES:
         yield _check(path, _FILES[path.suffix])
     else:
-        raise UsageError(
-            "verify.unknown_kind",
-            f"{path}: neither a run, a checkpoint, nor a file that can be verified",
-            hint=f"a run folder has a {RECIPE}, a checkpoint a {MANIFEST}; files: {', '.join(sorted(_FILES))}",
-        )
+        message = f"{path}: neither a run, a checkpoint, nor a file that can be verified"
+        hint = f"a run folder has a {RECIPE}, a checkpoint a {MANIFEST}; files: {', '.join(sorted(_FILES))}"
+        raise UsageError("verify.unknown_kind", message, hint=hint)
 
 
 def _checks_of_run(folder: Path) -> Iterator[Check]:

@@ -82,11 +82,9 @@ def load_weights(model: nn.Module, tensors: Mapping[str, torch.Tensor], *, origi
     """
     wanted = model_weights(model)
     if wrong := _differences(tensors, wanted):
-        raise UsageError(
-            "checkpoint.other_model",
-            f"{origin}: weights of another model: {wrong}",
-            hint="use the recipe that the checkpoint was made with",
-        )
+        message = f"{origin}: weights of another model: {wrong}"
+        hint = "use the recipe that the checkpoint was made with"
+        raise UsageError("checkpoint.other_model", message, hint=hint)
     for name, tensor in wanted.items():
         tensor.copy_(cast_weight(tensors[name], tensor.dtype, name=name, origin=origin))
 
@@ -97,11 +95,9 @@ def cast_weight(weight: torch.Tensor, dtype: torch.dtype, *, name: str, origin: 
     if cast.dtype != weight.dtype and not torch.equal(cast.isfinite(), weight.isfinite()):
         largest = f"{torch.finfo(dtype).max:.4g}"
         kind = str(dtype).removeprefix("torch.")
-        raise LmkitError(
-            "weights.not_finite",
-            f"{origin}: {name} has numbers beyond {largest}, the largest of {kind}",
-            hint='use a wider dtype: export with --dtype fp32, train with train.precision = "fp32"',
-        )
+        message = f"{origin}: {name} has numbers beyond {largest}, the largest of {kind}"
+        hint = 'use a wider dtype: export with --dtype fp32, train with train.precision = "fp32"'
+        raise LmkitError("weights.not_finite", message, hint=hint)
     return cast
 
 
@@ -269,17 +265,13 @@ def open_hugging_face(folder: Path, *, context_length: int | None = None) -> Giv
         else:
             missing.append(stored_as)
     if missing:
-        raise LmkitError(
-            "weights.missing",
-            f"{folder}: no tensor {some_of(missing)}",
-            hint=f"copy or download the folder again; {CONFIG} and the weights belong together",
-        )
+        message = f"{folder}: no tensor {some_of(missing)}"
+        hint = f"copy or download the folder again; {CONFIG} and the weights belong together"
+        raise LmkitError("weights.missing", message, hint=hint)
     if theirs:
-        raise UsageError(
-            "import.unsupported",
-            f"{folder}: tensors that lmkit's model does not have: {some_of(sorted(theirs))}",
-            hint="lmkit imports Llama, Mistral, Qwen2 and Qwen3 as transformers saves them, without adapters",
-        )
+        message = f"{folder}: tensors that lmkit's model does not have: {some_of(sorted(theirs))}"
+        hint = "lmkit imports Llama, Mistral, Qwen2 and Qwen3 as transformers saves them, without adapters"
+        raise UsageError("import.unsupported", message, hint=hint)
     specs, tokenizer = _specs(folder, config, places), folder / TOKENIZER
     own = tokenizer if tokenizer.is_file() else None
     return GivenWeights(folder, config, own, None, specs, places, None)
@@ -327,17 +319,13 @@ def _tensors(folder: Path) -> dict[str, TensorFile]:
             log.warning("%s: does not list %s: left out", index, some_of(sorted(unlisted)))
         return {tensor: files[name] for tensor, name in weight_map.items()}
     if any(chain.from_iterable(map(folder.glob, _PICKLES))):
-        raise UsageError(
-            "import.pickle",
-            f"{folder}: holds pickled weights, which lmkit never reads: loading them runs code",
-            hint="download the safetensors files, or convert with transformers: save_pretrained(FOLDER)",
-        )
+        message = f"{folder}: holds pickled weights, which lmkit never reads: loading them runs code"
+        hint = "download the safetensors files, or convert with transformers: save_pretrained(FOLDER)"
+        raise UsageError("import.pickle", message, hint=hint)
     others = sorted(path.name for path in folder.glob("*.safetensors"))
-    raise UsageError(
-        "import.no_weights",
-        f"{folder}: neither {ONE_FILE} nor {INDEX}" + (f", but {some_of(others)}" if others else ""),
-        hint=f"a folder holds {ONE_FILE}, or shards with {INDEX}; rename the file if it is the whole model",
-    )
+    message = f"{folder}: neither {ONE_FILE} nor {INDEX}" + (f", but {some_of(others)}" if others else "")
+    hint = f"a folder holds {ONE_FILE}, or shards with {INDEX}; rename the file if it is the whole model"
+    raise UsageError("import.no_weights", message, hint=hint)
 
 
 def _read_index(path: Path) -> dict[str, str]:
@@ -403,9 +391,6 @@ def open_given(recipe: Recipe, data: Data) -> GivenWeights:
         if key not in FREE and getattr(ours, key) != getattr(theirs, key)
     ]
     if differing:
-        raise UsageError(
-            "train.other_model",
-            f"train.init_from: {path} is another model: {'; '.join(differing)}",
-            hint="take over its values in [model] of the recipe",
-        )
+        message = f"train.init_from: {path} is another model: {'; '.join(differing)}"
+        raise UsageError("train.other_model", message, hint="take over its values in [model] of the recipe")
     return given
