@@ -12,6 +12,7 @@ file is imported (`--plugin FILE` on the command line, or an import in Python).
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import re
@@ -173,8 +174,10 @@ class Registry(Generic[F]):
                 module = ".".join(("lmkit", *path.relative_to(_PACKAGE).with_suffix("").parts))
                 text = path.read_text("utf-8")
                 for arguments, attribute in re.findall(decorated, text, re.MULTILINE | re.DOTALL):
-                    facts = eval(f"dict(name={arguments})", {"__builtins__": {"dict": dict}})
-                    found.append(Entry(facts.pop("name"), module, attribute, self._facts(**facts)))
+                    call: Any = ast.parse(f"register({arguments})", mode="eval").body
+                    facts = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+                    name = ast.literal_eval(call.args[0])
+                    found.append(Entry(name, module, attribute, self._facts(**facts)))
         found.sort(key=attrgetter("facts.order"))
         return dict(zip(map(attrgetter("name"), found), found, strict=True))
 

@@ -15,10 +15,10 @@ from lmkit.parallel.ranks import Ranks
 from lmkit.parallel.strategy import Strategy, build_strategy
 from lmkit.plugins import load_plugin
 from lmkit.recipe.recipe import Recipe
-from lmkit.recipe.tables import ModelConfig, ParallelConfig, TrainConfig
-from lmkit.registry import ATTENTION, STRATEGIES
+from lmkit.recipe.tables import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from lmkit.registry import ATTENTION, SCHEDULES, STRATEGIES
 from lmkit.training import build_step
-from lmkit.training.setup import check_device
+from lmkit.training.setup import check_device, learning_rate
 
 PLUGIN = """
 from torch.optim import SGD
@@ -116,6 +116,22 @@ def test_what_a_plugin_returns_is_checked(plugin, entry, returned, found, termin
     says = [f"{plugin}: {entry} returned", found]
     command = f"train tiny.toml --set {CALLED[entry]} --plugin {plugin}"
     terminal.refuses(command, code="plugin.returned", says=says, exit_code=1)
+
+
+@pytest.mark.parametrize("returned", ["None", "1j", "'1'", "True", "float('nan')"])
+def test_what_a_schedule_returns_is_checked(returned):
+    @SCHEDULES.register("my_schedule")
+    def schedule(step, **options):
+        return eval(returned)
+
+    with raises(LmkitError, "plugin.returned", __file__, "schedule 'my_schedule'", "not a finite number"):
+        learning_rate(OptimizerConfig(schedule="my_schedule"), 10)(0, None)
+
+
+def test_an_optimizer_whose_step_needs_a_closure_is_named(plugin, terminal):
+    plugin.write_text(RETURNS.format(returned="torch.optim.LBFGS(groups[0]['params'])"))
+    command = f"train tiny.toml --set optimizer.name=my_optimizer --plugin {plugin}"
+    terminal.refuses(command, code="plugin.returned", says=["LBFGS", "closure"], exit_code=1)
 
 
 @pytest.mark.parametrize("code", ["", "3", "'done'"])

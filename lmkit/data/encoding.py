@@ -20,7 +20,7 @@ import numpy as np
 
 from lmkit.data.corpora import PathOrPaths, as_paths, blank_behind, mark_of, opened, plain_text_files
 from lmkit.data.json_lines import holds_json, json_records, messages_of
-from lmkit.data.token_files import PARTS, TokenFileWriter, TokenMeta
+from lmkit.data.token_files import DOCUMENTS, PARTS, SIDECAR, TokenFileWriter, TokenMeta
 from lmkit.errors import UsageError, some_of
 from lmkit.measure.environment import usable_cpus
 from lmkit.storage.outputs import refuse_existing, refuse_replacing
@@ -69,9 +69,9 @@ def encode_corpus(
 
     Raises:
         UsageError: a source is missing ("text.unreadable") or all are empty ("text.empty"); `separator` is empty
-            ("corpus.empty_separator"); `output` exists ("output.exists"), does not end in `.npy` ("tokens.name") or
-            would replace a source ("output.replaces_source"); there are several documents, and the tokenizer has no
-            end-of-text token ("tokenizer.no_end_of_text").
+            ("corpus.empty_separator"); `output`, or the .documents beside it, exists ("output.exists"); `output` does
+            not end in `.npy` ("tokens.name") or would replace a source ("output.replaces_source"); there are several
+            documents, and the tokenizer has no end-of-text token ("tokenizer.no_end_of_text").
         LmkitError: a source is not UTF-8 ("text.not_utf8") or changed while it was read ("corpus.changed").
     """
     output = Path(output)
@@ -81,6 +81,8 @@ def encode_corpus(
         raise UsageError("tokens.name", f"{output}: a token file ends in .npy", hint=hint)
     refuse_existing(output, force=force)
     refuse_replacing(map(output.with_suffix, PARTS), paths)
+    if not output.with_suffix(SIDECAR).exists():  # else a part of a token file
+        refuse_existing(output.with_suffix(DOCUMENTS), force=force)
     if separator == "":
         hint = "leave it out: a document ends with the end-of-text token, and with its file"
         raise UsageError("corpus.empty_separator", "--separator: is empty", hint=hint)
@@ -90,8 +92,8 @@ def encode_corpus(
     mark = mark_of(paths, separator, end)
     if tokenizer.missing_bytes:
         _log.warning(
-            "the tokenizer has no token for %d bytes of UTF-8: characters with them are lost in %s",
-            *(len(tokenizer.missing_bytes), output),
+            "the tokenizer has no token for %d bytes of UTF-8: characters with them are lost from %s",
+            *(len(tokenizer.missing_bytes), some_of(list(map(str, paths)))),
         )
     with plain_text_files(
         paths, output.parent, errors=errors, field=field, mark=mark, separator=separator, progress=progress

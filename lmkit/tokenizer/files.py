@@ -259,6 +259,8 @@ def _unsupported(content: dict[str, Any], config: dict[str, Any]) -> list[tuple[
     found = [(f"model.{key}", model[key]) for key in _CHANGE_MODEL if model.get(key)]
     if config.get("add_prefix_space") and config.get("tokenizer_class") not in _ADD_NO_SPACE:
         found.append((f"{TOKENIZER_CONFIG}: add_prefix_space", True))
+    if config.get("split_special_tokens"):
+        found.append((f"{TOKENIZER_CONFIG}: split_special_tokens", True))
     vocab = model["vocab"]
     if not vocab.keys() >= _ALPHABET:
         if model.get("byte_fallback"):

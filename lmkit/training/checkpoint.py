@@ -59,6 +59,9 @@ STATE = "state.json"
 MODEL = "model.safetensors"
 _MODEL_NAME = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
 _STEP_NAME = re.compile(r"step-(\d{8,12})")
+_OWN_NAME = re.compile(
+    r"(model(-\d{5}-of-\d{5})?|optimizer-\d{5}-of-\d{5})\.safetensors|(state|manifest)\.json"
+)
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _BLOCK = 1 << 24
 """Bytes handed to write() and to the hash at a time: large blocks release the GIL for long."""
@@ -325,6 +328,11 @@ def _delete(path: Path) -> None:
         shutil.rmtree(path)
 
 
+def holds_others(path: Path) -> bool:
+    """Return whether a checkpoint's folder holds files that are not a checkpoint's."""
+    return not all(_OWN_NAME.fullmatch(inside.name) for inside in path.iterdir())
+
+
 def clean_leftovers(folder: Path) -> list[Path]:
     """Delete what a killed process left, and return it. The caller holds the run folder's lock."""
     removed = sorted(folder.glob(f"step-*{PARTIAL_SUFFIX}"))
@@ -418,9 +426,16 @@ def read_manifest(folder: Path) -> dict[str, FileEntry]:
 
 
 def verify(folder: Path) -> None:
-    """Read every file of a checkpoint and compare it with the manifest, in constant memory."""
+    """Read every file of a checkpoint and compare it with the manifest, in constant memory; its state must be of the
+    step that the folder's name says."""
     for name, entry in read_manifest(folder).items():
         verify_file(folder / name, entry)
+    try:
+        step = read_object(folder / STATE).get("step")
+    except ValueError as error:
+        raise damaged(folder / STATE, str(error)) from None
+    if (named := _STEP_NAME.fullmatch(folder.name)) and step != int(named[1]):
+        raise damaged(folder, f"renamed: {STATE} is of step {step}")
 
 
 def verify_file(path: Path, entry: FileEntry) -> None:

@@ -273,12 +273,12 @@ def _documents(file: TokenFile, tokenizer: Tokenizer) -> Iterator[tuple[int, np.
             ids = ids[len(prefix) :]
         data = tokenizer.decode_bytes(ids.tolist())
         size = len(data) - tokenizer.specials_in(ids)[1] if file.sizes is None else int(file.sizes[number])
-        if size:
+        if size and len(ids):
             yield number + 1, ids, size, data
         else:
             empty += 1
     if empty:
-        log.warning("%d of %d documents are without text, and left out", empty, len(starts))
+        log.warning("%d of %d documents are without text or tokens, and left out", empty, len(starts))
 
 
 def ids_before(tokenizer: Tokenizer, path: Path) -> list[int]:
@@ -493,7 +493,8 @@ def _pair(tokenizer: Tokenizer, context: str, continuation: str, path: Path) -> 
         ids = tokenizer.encode(text, add_special_tokens=False)
         encoded.append(ids if ids[: len(prefix)] == prefix else [*prefix, *ids])
     before, whole = encoded
-    return Scored([*before, *whole[len(before) :]], len(whole) - len(before))
+    # A tokenizer without some bytes may lose all of the context.
+    return Scored([*(before or ids_before(tokenizer, path)), *whole[len(before) :]], len(whole) - len(before))
 
 
 def read_questions(file: Path) -> Iterator[Question]:

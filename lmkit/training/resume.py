@@ -59,6 +59,7 @@ from lmkit.training.checkpoint import (
     TrainingState,
     clean_leftovers,
     damaged,
+    holds_others,
     is_finite,
     model_name,
     newest_valid,
@@ -438,7 +439,7 @@ def prune(folder: Path, losses: dict[int, float | None], *, keep_last: int, keep
     """Delete the checkpoints that are no longer wanted, and return their paths.
 
     A damaged one does not count towards those to keep, but stays while it is newer than the oldest of the last to
-    keep. A folder without a manifest always stays.
+    keep. A folder without a manifest, or with other files, always stays.
 
     Args:
         losses: step -> validation loss of the checkpoints known to be good. Others are read in full, and added.
@@ -447,10 +448,10 @@ def prune(folder: Path, losses: dict[int, float | None], *, keep_last: int, keep
     saved = saved_steps(folder)
     kept = set()
     for step, path in saved:
-        if step in losses:
-            continue
-        if not os.path.lexists(path / MANIFEST):  # somebody's folder
+        if not os.path.lexists(path / MANIFEST) or holds_others(path):  # somebody's folder or files
             kept.add(step)
+            continue
+        if step in losses:
             continue
         try:
             verify(path)

@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
+import math
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -31,7 +33,7 @@ from lmkit.model.transformer import TransformerLM, compile_model, place_side_by_
 from lmkit.parallel.place import read_place
 from lmkit.parallel.ranks import Ranks, local_device
 from lmkit.parallel.strategy import MakeOptimizer, build_strategy
-from lmkit.plugins import checked
+from lmkit.plugins import checked, wrong_result
 from lmkit.recipe.recipe import Recipe
 from lmkit.recipe.tables import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from lmkit.registry import OPTIMIZERS, SCHEDULES, STRATEGIES
@@ -295,7 +297,12 @@ def _make_optimizer(table: OptimizerConfig, groups: list[dict[str, Any]]) -> tor
         hint = "the defaults are " + ", ".join(f"{key} = {value}" for key, value in defaults)
         raise UsageError("optimizer.wrong_option", f"optimizer.options: {error}", hint=hint) from error
     needed = ("param_groups", "state", "step", "zero_grad")
-    return cast(torch.optim.Optimizer, checked(OPTIMIZERS, table.name, made, *needed))
+    made = checked(OPTIMIZERS, table.name, made, *needed)
+    for argument in inspect.signature(made.step).parameters.values():
+        if argument.default is argument.empty and argument.kind is argument.POSITIONAL_OR_KEYWORD:
+            found = f"{type(made).__name__}, whose step() needs {argument.name}"
+            raise wrong_result(OPTIMIZERS, table.name, found)
+    return cast(torch.optim.Optimizer, made)
 
 
 def check_before_data(recipe: Recipe, *, nproc: int = 1) -> None:
@@ -352,6 +359,9 @@ def learning_rate(table: OptimizerConfig, steps: int) -> Callable[[int, float | 
         position: float = step + 1  # the update that is about to be made
         if fraction is not None and position >= table.warmup_steps:
             position = max(position, fraction * steps)
-        return schedule(position)
+        found = schedule(position)
+        if not isinstance(found, int | float) or isinstance(found, bool) or not math.isfinite(found):
+            raise wrong_result(SCHEDULES, table.schedule, f"{found!r}, not a finite number")
+        return found
 
     return rate

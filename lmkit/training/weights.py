@@ -12,7 +12,6 @@ import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -119,8 +118,8 @@ def filled_model(
 ) -> TransformerLM:
     """Return a model with these weights in eval mode, neither compiled nor wrapped.
 
-    Its matrices are bf16 if some weight is. Where its attention kernel does not run on the device, it uses `sdpa`,
-    and the log says so. Where its operations do not, it uses others.
+    Its matrices are bf16 if all of them are given so. Where its attention kernel does not run on the device, it uses
+    `sdpa`, and the log says so. Where its operations do not, it uses others.
     """
     place, attention, operations = torch.device(device).type, config.attention, config.operations
     if place not in ATTENTION.facts(attention).devices:
@@ -129,7 +128,7 @@ def filled_model(
     if operations in OPERATIONS.names and place not in OPERATIONS.facts(operations).devices:
         operations = "auto"
     model = TransformerLM(config.changed(attention=attention, operations=operations), device=device)
-    if torch.bfloat16 in map(attrgetter("dtype"), tensors.values()):
+    if {tensor.dtype for tensor in tensors.values() if tensor.dim() > 1} == {torch.bfloat16}:
         hold_weights(model, "bf16")
     load_weights(model, tensors, origin=origin)
     return model.eval()

@@ -7,6 +7,7 @@ import pytest
 from tiny import RANDOM_TOKENS, tiny_recipe
 
 from lmkit.cli.console import Result, show
+from lmkit.tokenizer import Tokenizer
 
 
 def test_json_is_strict(capsys):
@@ -68,3 +69,23 @@ def test_lines_of_json_have_stdout_for_themselves(run, lmkit, tmp_path):
     (tmp_path / "noisy.py").write_text(NOISY)
     texts = lmkit("generate", run, "--jsonl", "--samples", "2", "--plugin", "noisy.py")
     assert [json.loads(line)["number"] for line in texts.stdout.splitlines()] == [0, 1], texts.stderr
+
+
+def test_no_tokenizer_is_replaced_by_what_is_made_with_it(terminal, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("one fish")
+    Tokenizer.from_merges([(b"f", b"i")], ["<|endoftext|>"]).save(Path("tokenizer.json"))
+    terminal("tokenizer export tokenizer.json gpt2")
+    whole = {
+        name: Path("tokenizer.json").read_bytes() for name in ("t.npy", "t.documents", "gpt2/merges.txt")
+    }
+    whole["gpt2/vocab.json"] = Path("gpt2/vocab.json").read_bytes()
+    for name, content in whole.items():
+        Path(name).write_bytes(content)
+    for command in (
+        *(f"data encode text.txt t.npy --tokenizer {name}" for name in ("t.npy", "t.documents")),
+        "tokenizer import gpt2 gpt2/vocab.json",
+        "tokenizer export gpt2/merges.txt gpt2",
+    ):
+        terminal.refuses(f"{command} --force", code="output.replaces_source")
+    assert {name: Path(name).read_bytes() for name in whole} == whole

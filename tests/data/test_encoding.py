@@ -153,6 +153,15 @@ def test_no_source_is_replaced(corpus, tokenizer, tmp_path):
         assert source.read_bytes() == corpus.read_bytes()
 
 
+def test_documents_of_somebody_else_are_not_replaced(corpus, tokenizer, tmp_path):
+    output, mine = tmp_path / "text.npy", tmp_path / "text.documents"
+    mine.write_bytes(b"precious")
+    with raises(UsageError, "output.exists", mine):
+        encode_corpus([corpus], output, tokenizer)
+    assert mine.read_bytes() == b"precious"
+    assert not output.exists()
+
+
 @pytest.mark.parametrize("change", ["grow", "rewrite", "shrink", "grow before its turn"])
 def test_fault_43_corpus_changes_while_encoding(corpus, tokenizer, tmp_path, small_chunks, change):
     first = tmp_path / "first.txt"

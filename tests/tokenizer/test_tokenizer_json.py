@@ -220,6 +220,7 @@ def test_tokens_that_only_other_keys_of_the_config_name_are_told(configured, cap
         ({"added_tokens_decoder": {"300": families.added("<a>", 300)}}, "added_tokens_decoder.300.id"),
         ({"added_tokens_decoder": {"258": families.added("<a>", 258, single_word=True)}}, "258.single_word"),
         ({"add_prefix_space": True}, "add_prefix_space"),
+        ({"split_special_tokens": True}, "split_special_tokens"),
         ({"add_prefix_space": True, "tokenizer_class": "GPT2Tokenizer"}, "add_prefix_space"),
     ],
 )

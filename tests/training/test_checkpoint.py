@@ -142,6 +142,23 @@ def test_fault_111_damaged_checkpoints_stay_while_they_are_newer_than_one_to_kee
     assert prune(tmp_path) == [step_name(1), step_name(2)]
 
 
+def test_a_checkpoint_with_other_files_is_not_pruned(tmp_path):
+    for step in (1, 2, 3):
+        make_checkpoint(tmp_path, step)
+    (tmp_path / step_name(1) / "notes.txt").write_text("mine")
+    assert prune(tmp_path) == [step_name(2)]
+    assert (tmp_path / step_name(1) / "notes.txt").read_text() == "mine"
+
+
+def test_a_renamed_checkpoint_is_not_the_newest(tmp_path):
+    for step in (1, 2):
+        make_checkpoint(tmp_path, step)
+    os.rename(tmp_path / step_name(1), tmp_path / step_name(9))
+    with pytest.raises(DamagedCheckpoint, match="step 1"):
+        verify(tmp_path / step_name(9))
+    assert newest_valid(tmp_path).path.name == step_name(2)
+
+
 def test_the_best_are_kept_besides_the_last(tmp_path):
     for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, None), (5, 4.0)):
         make_checkpoint(tmp_path, step, loss=loss)

@@ -122,6 +122,29 @@ def test_choices_are_scored_one_by_one(folder):
     assert result.acc_stderr == pytest.approx(math.sqrt(result.acc * (1 - result.acc) / 4))
 
 
+def without_letter_x(folder: Path) -> None:
+    (folder / "tokenizer_config.json").unlink()
+    vocab = {i: bytes([i]) for i in range(256) if i != ord("X")} | {ord("X"): b"th"}
+    Tokenizer(vocab=vocab, merges=[(b"t", b"h")], special_tokens=[END]).save(folder / "tokenizer.json")
+
+
+def test_a_question_that_the_tokenizer_loses_is_a_text_without_context(folder):
+    without_letter_x(folder)
+    choices = {"choices": ["the boat", "a fish"], "answer": 0}
+    lost, empty, other = ({"question": text, **choices} for text in ("X", "", "one two three"))
+    result = evaluate_choices(folder, write("questions.jsonl", [lost, empty, other]))
+    log_likelihoods = [answered.log_likelihoods for answered in result.answers]
+    assert log_likelihoods[0] == pytest.approx(log_likelihoods[1], rel=1e-5)
+
+
+def test_documents_that_the_tokenizer_loses_are_left_out(folder, caplog):
+    without_letter_x(folder)
+    file = write("documents.jsonl", [{"text": "X"}, {"text": "the boat"}])
+    (score,) = evaluate_documents(folder, text=file).documents
+    assert (score.number, score.bytes) == (2, 8)
+    assert "1 of 2 documents" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("choices", "answer"),
     [(["b"], None), (["b", ""], 0), ([], 0), (["b", "c"], 2), (["b", "c"], True), (["b", "c"], "d")],

@@ -45,6 +45,18 @@ def test_dtypes_that_are_not_supported_are_named(tmp_path, dtype):
 
 
 @pytest.mark.parametrize(
+    ("narrow", "dtype"), [(NORM, torch.float32), (EMBEDDING, torch.float32), ("", torch.bfloat16)]
+)
+def test_matrices_are_bf16_only_where_all_of_them_are_given_so(tmp_path, narrow, dtype):
+    def cast(tensors: dict[str, torch.Tensor]) -> None:
+        for name in tensors:
+            tensors[name] = tensors[name].to(torch.bfloat16 if narrow in ("", name) else torch.float32)
+
+    model = open_weights(folder(tmp_path, cast)).model("cpu")
+    assert {weight.dtype for weight in model.parameters() if weight.dim() > 1} == {dtype}
+
+
+@pytest.mark.parametrize(
     ("value", "dtype"), [(torch.nan, torch.float32), (-torch.inf, torch.bfloat16)], ids=str
 )
 def test_weights_that_are_not_finite_are_named(tmp_path, value, dtype):
