@@ -10,7 +10,6 @@ because normal forms compose the two. A special token is never cut.
 from __future__ import annotations
 
 import codecs
-import itertools
 import os
 import stat
 from collections.abc import Iterable, Iterator, Sequence
@@ -107,24 +106,21 @@ def last_cut(data: bytes, specials: SpecialTokens) -> int:
     limit = len(data) - max(specials.longest, _LONGEST_CHARACTER)
     window = 1 << 6
     while True:
-        low = max(0, limit - window)
-        for cut in itertools.islice(_cuts(data, low, limit), _TRIES):
+        low, tries = max(0, limit - window), _TRIES
+        # Bytes that are not UTF-8 become surrogates, which are neither letters nor numbers.
+        # Decode beyond `limit`: a character that it divides would look like a surrogate after a letter.
+        text = data[low:].decode("utf-8", "surrogateescape")
+        for match in _CUT.finditer(text):
+            cut = low + len(text[: match.start()].encode("utf-8", "surrogateescape"))
+            if cut > limit:
+                continue
             if not specials.would_be_cut(data, cut):
                 return cut
+            if not (tries := tries - 1):
+                break
         if low == 0:
             return 0
         window *= 16
-
-
-def _cuts(data: bytes, low: int, high: int) -> Iterator[int]:
-    """Yield the places up to `high` that `_CUT` finds, from the last one on."""
-    # Bytes that are not UTF-8 become surrogates, which are neither letters nor numbers.
-    # Decode beyond `high`: a character that `high` divides would look like a surrogate after a letter.
-    text = data[low:].decode("utf-8", "surrogateescape")
-    for match in _CUT.finditer(text):
-        cut = low + len(text[: match.start()].encode("utf-8", "surrogateescape"))
-        if cut <= high:
-            yield cut
 
 
 def valid_utf8(chunk: Chunk, path: Path, errors: ErrorMode) -> bytes:

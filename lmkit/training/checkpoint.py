@@ -330,7 +330,7 @@ def _delete(path: Path) -> None:
 
 def holds_others(path: Path) -> bool:
     """Return whether a checkpoint's folder holds files that are not a checkpoint's."""
-    return not all(_OWN_NAME.fullmatch(inside.name) for inside in path.iterdir())
+    return not all(map(_OWN_NAME.fullmatch, os.listdir(path)))
 
 
 def clean_leftovers(folder: Path) -> list[Path]:
