@@ -219,9 +219,11 @@ class GradientBuckets:
 
     def launch_rest(self) -> None:
         """Launch the remaining buckets and start over. Every gradient must be there. Collective."""
+        # ZeRO-1 has buckets before the order is known, and some ranks may have launched them: they come first.
+        self._launch_while(lambda index: True)
         if self.in_ready_order is None:
             self.settle()
-        self._launch_while(lambda index: True)
+            self._launch_while(lambda index: True)
         self._start_over()
 
     def settle(self) -> None:
