@@ -169,7 +169,7 @@ class TokenFileWriter:
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise ValueError(f"ids must be integers in one dimension, got {ids.dtype} {ids.shape}")
         # Negative ids are the largest of their unsigned type.
-        if len(ids) and int(ids.view(f"u{ids.itemsize}").max()) >= self.vocab_size:
+        if len(ids) and int(ids.view(ids.dtype.str.replace("i", "u")).max()) >= self.vocab_size:
             raise ValueError(f"ids must be 0 to {self.vocab_size - 1}")
         self._file.write(ids.astype(self._dtype).data)
         self._documents_file.write((np.asarray(documents, "<u8") + np.uint64(self._num_tokens)).data)

@@ -74,6 +74,17 @@ def test_fault_30_ids_are_never_wrapped(tmp_path, vocab_size, dtype):
     assert not (tmp_path / "wrong.npy").exists()
 
 
+@pytest.mark.parametrize("dtype", [">u2", ">i4", "<i8", ">i8"])
+def test_ids_of_any_byte_order(path, dtype):
+    with TokenFileWriter(path, vocab_size=300, tokenizer_sha256="a") as writer:
+        for wrong in ([300], [256 * 256 - 1], *([] if "u" in dtype else [[-1]])):
+            with pytest.raises(ValueError, match="ids must be 0 to 299"):
+                writer.append(np.array(wrong, dtype))
+        writer.append(np.array([1, 256, 299], dtype), documents=[0])
+        writer.finish(num_bytes=3, source_sha256="b")
+    assert open_tokens(path).tokens.tolist() == [1, 256, 299]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux is asked to begin to write")
 def test_the_disk_is_asked_early_for_every_part_once(tmp_path, monkeypatch):
     asked = []
