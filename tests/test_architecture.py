@@ -155,14 +155,7 @@ def test_files_are_read_in_one_place():
     assert readers == OPENS_BY_ITSELF.keys()
 
 
-ERRORS = {
-    "LmkitError",
-    "UsageError",
-    "RankLost",
-    "RankFailed",
-    "Diverged",
-    "DamagedCheckpoint",
-}
+ERRORS = {"LmkitError", "UsageError", "RankLost", "RankFailed", "Diverged", "DamagedCheckpoint"}
 CODE = re.compile(r"f?'[a-z0-9_]+\.[a-z0-9_{}]+'")
 
 

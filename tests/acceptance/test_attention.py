@@ -18,16 +18,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from attention_targets import (
-    BARE,
-    CUDNN,
-    DETERMINISTIC,
-    FLASH,
-    OURS,
-    TARGET_COLUMNS,
-    Row,
-    against_targets,
-)
+from attention_targets import BARE, CUDNN, DETERMINISTIC, FLASH, OURS, TARGET_COLUMNS, Row, against_targets
 from torch import Tensor
 
 from lmkit.attention import attention_function

@@ -23,12 +23,8 @@ def test_every_verdict():
     before = [row(kernel, 10) for kernel in "abcd"] + [row("e", None), row("f", None), row("g", 10)]
     after = [
         row("a", 10.2, seed=1),  # within what two runs differ by, but the interval exceeds the threshold
-        row("b", 8, seed=1),
-        row("c", 12, seed=1),
-        row("d", None, status="out of memory"),
-        row("e", 5),
-        row("f", None),
-        row("h", 5),
+        *(row("b", 8, seed=1), row("c", 12, seed=1), row("d", None, status="out of memory"), row("e", 5)),
+        *(row("f", None), row("h", 5)),
     ]
     compared = compare_rows(before, after)
     verdicts = {"a": "unclear", "b": "faster", "c": "slower", "d": "stopped working", "e": "works now"}

@@ -45,10 +45,7 @@ def planted(tmp_path: Path):
         return [{"planted": number, "ms": 1.5} for number in range(context.options.number)]
 
     yield lambda *overrides: run_bench(
-        "planted",
-        load_recipe(None, ["run.device=cpu", *overrides]),
-        tmp_path,
-        progress=lambda *_: None,
+        "planted", load_recipe(None, ["run.device=cpu", *overrides]), tmp_path, progress=lambda *_: None
     )
     WORK.clear()
 

@@ -96,9 +96,7 @@ def test_plain_is_our_architecture():
         parameter.data += 0.1 * torch.randn_like(parameter)
     plain = Plain(TINY).double()
     pairs = [
-        (plain.embedding, ours.token_embeddings),
-        (plain.norm, ours.ln_final),
-        (plain.head, ours.lm_head),
+        *((plain.embedding, ours.token_embeddings), (plain.norm, ours.ln_final), (plain.head, ours.lm_head)),
     ]
     for rival, block in zip(plain.blocks, ours.layers, strict=True):
         pairs += [(rival.ln1, block.ln1), (rival.output, block.attn.output_proj)]

@@ -71,10 +71,7 @@ def zoo(run_in, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / f"circular{suffix}").symlink_to(f"circular{suffix}")
     (folder / "lines.jsonl").write_bytes(b"[1]\n")
     for name, description in (
-        ("alone", None),
-        ("list", "[1]"),
-        ("deep", "[" * 50_000),
-        ("strange", '{"a": 1}'),
+        *(("alone", None), ("list", "[1]"), ("deep", "[" * 50_000), ("strange", '{"a": 1}')),
         ("words", '"x"'),
     ):
         shutil.copy(folder / "whole.npy", folder / f"{name}.npy")

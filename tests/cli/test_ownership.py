@@ -140,10 +140,8 @@ def test_a_run_that_is_killed_leaves_the_earlier_one(run, terminal, lmkit):
 @pytest.mark.parametrize(
     ("key", "name"),
     [
-        ("corpus.train", "corpus/train.txt"),
-        ("tokenizer.path", "tokenizer.json"),
-        ("train.init_from", ""),
-        ("checkpoint.resume", "checkpoints/step-00000002"),
+        *(("corpus.train", "corpus/train.txt"), ("tokenizer.path", "tokenizer.json")),
+        *(("train.init_from", ""), ("checkpoint.resume", "checkpoints/step-00000002")),
         ("data.train", "tokens/valid.npy"),
     ],
 )

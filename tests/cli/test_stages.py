@@ -141,11 +141,8 @@ def cut(path: Path) -> None:
 @pytest.mark.parametrize(
     ("output", "redone"),
     [
-        ("corpus/train.txt", "corpus"),
-        ("tokenizer.json", "tokenizer"),
-        ("tokens/valid.json", "encode"),
-        ("training.json", "train evaluate generate"),
-        ("stories.txt", "generate"),
+        *(("corpus/train.txt", "corpus"), ("tokenizer.json", "tokenizer"), ("tokens/valid.json", "encode")),
+        *(("training.json", "train evaluate generate"), ("stories.txt", "generate")),
     ],
 )
 def test_fault_109_a_damaged_output_is_made_again(output, redone, run, terminal):
@@ -257,9 +254,7 @@ def test_fault_145_the_tokenizer_of_another_model_is_refused(run, terminal):
     terminal(f"tokenizer train other.txt {run}/tokenizer.json --vocab-size 262 --force")
     Path("questions.jsonl").write_text('{"question": "a", "choices": ["b", "c"], "answer": 0}\n')
     for command in (
-        f"generate {run}",
-        f"export {run} exported",
-        f"evaluate {run} --text corpus.txt",
+        *(f"generate {run}", f"export {run} exported", f"evaluate {run} --text corpus.txt"),
         f"evaluate {run} --choices questions.jsonl",
     ):
         terminal.refuses(command, code="checkpoint.wrong_tokenizer", says=[str(run / "tokenizer.json")])

@@ -39,10 +39,8 @@ def encoded(tmp_path, sources, tokenizer, **options):
         {"two.ndjson": '{"text": "ab"}\n{"text": ""}\n{"text": "cd"}'},
         {"two.json": '[{"text": "ab"},\n {"text": "cd"}]'},
         {"two.json": '{"text": "ab"}\n{"text": "cd"}\n'},
-        {"one.json": '{\n"text": "ab"\n}', "two.txt": "cd"},
-        {"a.txt": "ab", "b.txt": "cd</s>\n"},
-        {"doc.txt": "ab</s>cd</s>\r\n"},
-        {"begun.txt": "<s>ab</s><s>cd"},
+        *({"one.json": '{\n"text": "ab"\n}', "two.txt": "cd"}, {"a.txt": "ab", "b.txt": "cd</s>\n"}),
+        *({"doc.txt": "ab</s>cd</s>\r\n"}, {"begun.txt": "<s>ab</s><s>cd"}),
     ],
 )
 def test_documents_end_as_the_tokenizer_says(tmp_path, sources):
@@ -64,9 +62,7 @@ def test_a_suffix_that_ends_a_text_is_not_doubled(tmp_path):
         ("a.txt", "ab\n--\ncd\n--\n \n", "\n--\n", ([*b"ab", 257, *b"cd", 257], [0, 3])),
         # It cuts no text of JSON lines; there, the token that ends a text is not doubled.
         (
-            "a.jsonl",
-            '{"text": "a\\n\\nb\\n\\n"}\n{"text": "cd"}',
-            "\n\n",
+            *("a.jsonl", '{"text": "a\\n\\nb\\n\\n"}\n{"text": "cd"}', "\n\n"),
             ([*b"a\n\nb", 257, *b"cd", 257], [0, 5]),
         ),
         ("a.jsonl", '{"text": "ab</s>"}\n{"text": "cd"}', None, ([*b"ab", 257, *b"cd", 257], [0, 3])),

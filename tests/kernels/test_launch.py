@@ -25,9 +25,7 @@ from lmkit.kernels.launch import LaunchCache, empty_in_order_of, recording
 POINTERS = Tiling(rows=32, columns=16, warps=4, stages=1)
 COPIED = Tiling(rows=64, columns=32, warps=4, stages=2, descriptors=True)
 KERNELS = (
-    flash_forward.forward_kernel,
-    flash_backward.dq_kernel,
-    flash_backward.dkdv_kernel,
+    *(flash_forward.forward_kernel, flash_backward.dq_kernel, flash_backward.dkdv_kernel),
     cross_entropy.scale_kernel,
 )
 CALLS = (flash_forward.forward_calls, flash_backward.backward_calls, cross_entropy.scale_calls)
@@ -114,10 +112,7 @@ CHANGES = [
     {"queries": 96, "keys": 96},
     {"cut": 16},  # the first rows of longer ones
     *({"queries": n, "keys": n} for n in (63, 1)),
-    {"keys": 100},
-    {"kv_heads": 4},
-    {"heads": 1, "kv_heads": 1},
-    {"head_dim": 40},
+    *({"keys": 100}, {"kv_heads": 4}, {"heads": 1, "kv_heads": 1}, {"head_dim": 40}),
     *({"dtype": dtype} for dtype in (torch.float16, torch.float32)),
     *({"layout": layout} for layout in ("fused", "odd")),
     *({"skip": (n,) * 4} for n in (1, 4)),  # odd addresses, and of 8 bytes

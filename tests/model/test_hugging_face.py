@@ -45,11 +45,7 @@ def test_missing_keys_have_the_defaults_of_transformers(kind, tmp_path):
 def test_nulls_mean_what_a_missing_key_of_no_default_means(kind, tmp_path):
     nulls = dict.fromkeys(
         (
-            "num_key_value_heads",
-            "rope_scaling",
-            "rope_parameters",
-            "sliding_window",
-            "layer_types",
+            *("num_key_value_heads", "rope_scaling", "rope_parameters", "sliding_window", "layer_types"),
             "architectures",
         )
     )

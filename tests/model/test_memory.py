@@ -26,9 +26,7 @@ from lmkit.training.precision import autocast
 
 SIZES = {"vocab_size": 80, "context_length": 32, "d_model": 32, "d_ff": 80, "num_layers": 3, "num_heads": 4}
 LEVELS: list[dict[str, Any]] = [
-    {},
-    {"activation_checkpointing": "block"},
-    {"activation_checkpointing": "attention"},
+    *({}, {"activation_checkpointing": "block"}, {"activation_checkpointing": "attention"}),
     # 128 tokens: three inputs of blocks take 49 kB, all that three blocks keep a megabyte.
     *(
         {"activation_checkpointing": "selective", "activation_gb": kb * 1e-6}
@@ -159,12 +157,7 @@ def test_shards_and_gathered_units():
 
 def test_segments_of_the_allocator():
     for num_bytes, taken in (
-        (1, 2),
-        (MIB, 2),
-        (MIB + 1, 20),
-        (10 * MIB - 1, 20),
-        (10 * MIB, 10),
-        (10 * MIB + 1, 12),
+        *((1, 2), (MIB, 2), (MIB + 1, 20), (10 * MIB - 1, 20), (10 * MIB, 10), (10 * MIB + 1, 12)),
     ):
         assert segment(num_bytes) == taken * MIB
 

@@ -10,14 +10,7 @@ from hypothesis import strategies as st
 from raising import raises
 
 from lmkit.errors import UsageError
-from lmkit.recipe.load import (
-    load_recipe,
-    read_toml,
-    recipe_to_toml,
-    required,
-    shipped_recipes,
-    validate,
-)
+from lmkit.recipe.load import load_recipe, read_toml, recipe_to_toml, required, shipped_recipes, validate
 from lmkit.recipe.recipe import TABLES, Recipe
 from lmkit.registry import OPTIMIZERS
 
@@ -66,10 +59,8 @@ def test_a_byte_order_mark_is_no_part_of_a_recipe(write):
 @pytest.mark.parametrize(
     ("text", "near"),
     [
-        ("[model]\ncontxt_length = 128\n", "context_length"),
-        ("[modle]\n", "model"),
-        ("[bench.ddp]\nrow = 4\n", "rows"),
-        ("train.step = 1", "steps"),
+        *(("[model]\ncontxt_length = 128\n", "context_length"), ("[modle]\n", "model")),
+        *(("[bench.ddp]\nrow = 4\n", "rows"), ("train.step = 1", "steps")),
     ],
 )
 def test_unknown_key_with_did_you_mean(write, text, near):
@@ -127,11 +118,7 @@ def test_every_mistake_is_reported_at_once(write):
         code="recipe.mistakes",
     )
     for expected in (
-        "train.steps",
-        "did you mean bf16?",
-        "optimizer.lr",
-        "did you mean corpus?",
-        "model.use_flsh",
+        *("train.steps", "did you mean bf16?", "optimizer.lr", "did you mean corpus?", "model.use_flsh"),
     ):
         assert expected in message
     for across_tables in ("parallel.weights", "parallel.reduce_dtype", "parallel.options.x"):

@@ -68,10 +68,7 @@ def test_no_token_leaves_a_conventional_name(folder, nothing):
         (END, "<end>", (END,)),
         ([TURN, END], "<|im_end|>", (TURN, END)),
         ([10, END], "<end>", (END, 10)),  # 10 is a newline: generation stops there, but no text ends with it
-        (10, None, (10,)),
-        ([], None, ()),
-        (None, None, ()),
-        ([True, "258", 1.0], None, ()),
+        *((10, None, (10,)), ([], None, ()), (None, None, ()), ([True, "258", 1.0], None, ())),
     ],
 )
 @pytest.mark.parametrize("stem", ["generation_config", "config"])

@@ -43,9 +43,7 @@ def test_each_axis_compares_at_the_last_place_that_both_reached(tmp_path):
     assert result.metric == "bits_per_byte"
     assert result.changes == ("optimizer.lr: 0.1 -> 0.2",)
     assert [(row.at, row.place, row.before, row.after) for row in result.rows] == [
-        ("steps", 20, 3.0, 4.0),
-        ("tokens", 2000, 3.0, 2.0),
-        ("minutes", 1.0, 4.0, 2.0),
+        *(("steps", 20, 3.0, 4.0), ("tokens", 2000, 3.0, 2.0), ("minutes", 1.0, 4.0, 2.0)),
         ("the end", None, 3.0, 2.0),
     ]
     assert {row.verdict for row in result.rows} == {"one seed"}

@@ -25,10 +25,7 @@ CONTEXT = 24
 TEXTS = (
     "one fish two fish",
     "red fish, blüe fish 1234 and a much longer line of fish\n\n  than the model's context\r\nholds, 鱼很多 fish",
-    "ok",
-    "e\u0301te\u0301, not composed",
-    " starts with a blank",
-    "\nand with a new line <|pad|> inside",
+    *("ok", "e\u0301te\u0301, not composed", " starts with a blank", "\nand with a new line <|pad|> inside"),
 )
 QUESTIONS: list[dict[str, Any]] = [
     {"question": "one fish", "choices": ["two fish", "red", "a fish of many"], "answer": 0},

@@ -28,24 +28,15 @@ FORMER_STORIES = [  # tinystories as it was measured
 FORMER_SPEEDRUN = ["optimizer.name=adamw", "train.precision=fp32"]  # as it was measured
 NARROW = ["train.precision=bf16", "model.attention=flash_triton"]
 FORMER_TEXT = [
-    "tokenizer.vocab_size=512",
-    "model.context_length=64",
-    "train.batch_size=16",
+    *("tokenizer.vocab_size=512", "model.context_length=64", "train.batch_size=16"),
 ]  # as it was measured
 UNTIED = ["model.tie_embeddings=false", "model.activation_checkpointing=attention"]
 # Recipe, keys -> GB of a step without a CUDA graph (one H200, torch 2.11, 2026-11-27).
 RECIPES = [
-    ("quickstart", [], 0.0774),
-    ("quickstart", NARROW, 0.0691),
-    ("text_files", FORMER_TEXT, 0.0311),
-    ("chat", [], 0.1844),
-    ("finetune", [], 0.1137),
-    ("speedrun", FORMER_SPEEDRUN, 1.5534),
-    ("tinystories", FORMER_STORIES, 3.5002),
-    ("tinystories", [], 6.0638),
-    ("profile", [], 10.0877),
-    ("llama_1b", [], 60.6628),
-    ("llama_1b", UNTIED, 28.9057),
+    *(("quickstart", [], 0.0774), ("quickstart", NARROW, 0.0691), ("text_files", FORMER_TEXT, 0.0311)),
+    *(("chat", [], 0.1844), ("finetune", [], 0.1137), ("speedrun", FORMER_SPEEDRUN, 1.5534)),
+    *(("tinystories", FORMER_STORIES, 3.5002), ("tinystories", [], 6.0638), ("profile", [], 10.0877)),
+    *(("llama_1b", [], 60.6628), ("llama_1b", UNTIED, 28.9057)),
     ("llama_1b", [*UNTIED, "model.context_length=2048"], 26.5219),
     ("llama_1b", ["model.activation_checkpointing=block"], 23.0389),
     (
@@ -123,13 +114,9 @@ def test_the_plan_of_several_ranks_agrees_with_what_two_h200_took(
     ("name", "keys", "megabytes"),
     [
         ("text_files", [*FORMER_TEXT, "train.batch_size=12"], 46.3),
-        ("quickstart", [], 88.1),
-        ("quickstart", NARROW, 81.9),
-        ("quickstart", ["model.num_layers=8"], 157.4),
-        ("chat", [], 268.6),
-        ("chat", NARROW, 151.2),
-        ("speedrun", FORMER_SPEEDRUN, 1625.5),
-        ("speedrun", [*FORMER_SPEEDRUN, *NARROW], 964.8),
+        *(("quickstart", [], 88.1), ("quickstart", NARROW, 81.9)),
+        *(("quickstart", ["model.num_layers=8"], 157.4), ("chat", [], 268.6), ("chat", NARROW, 151.2)),
+        *(("speedrun", FORMER_SPEEDRUN, 1625.5), ("speedrun", [*FORMER_SPEEDRUN, *NARROW], 964.8)),
     ],
 )
 def test_small_models_fit_where_their_segments_do(name: str, keys: list[str], megabytes: float) -> None:
