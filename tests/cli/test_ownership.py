@@ -94,9 +94,7 @@ def test_other_records_are_no_run(text, tmp_path):
 
 def of_training(files: dict[str, bytes]) -> dict[str, bytes]:
     """What a run that starts over keeps of the earlier one: data are made again."""
-    return {
-        name: data for name, data in files.items() if not name.startswith(("corpus/", "tokens/", "stages"))
-    }
+    return {key: data for key, data in files.items() if not key.startswith(("corpus/", "tokens/", "stages"))}
 
 
 def test_starting_over_keeps_the_training_and_files_of_the_user(run, terminal):

@@ -15,9 +15,8 @@ END = "<|endoftext|>"
 
 def framed(special_tokens=("<s>", "</s>"), **changes):
     """A tokenizer of bytes and special tokens."""
-    return Tokenizer(
-        vocab={i: bytes([i]) for i in range(256)}, merges=[], special_tokens=special_tokens, **changes
-    )
+    vocab = {i: bytes([i]) for i in range(256)}
+    return Tokenizer(vocab=vocab, merges=[], special_tokens=special_tokens, **changes)
 
 
 def encoded(tmp_path, sources, tokenizer, **options):
@@ -85,13 +84,9 @@ def test_an_empty_separator_is_refused(tmp_path):
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path):
-    sources = {
-        "a.txt": "\ufeffab\ufeff",
-        "b.jsonl": '\ufeff{"text": "cd"}',
-        "c.json": '\ufeff[{"text": "ef"}]',
-    }
+    more = {"b.jsonl": '\ufeff{"text": "cd"}', "c.json": '\ufeff[{"text": "ef"}]'}
     for one_file in (False, True):
-        texts = {"a.txt": sources["a.txt"]} if one_file else sources
+        texts = {"a.txt": "\ufeffab\ufeff"} | ({} if one_file else more)
         tokens, _, num_bytes = encoded(tmp_path, texts, framed())
         assert tokens[:6] == [*"ab\ufeff".encode(), 257]
         assert num_bytes == 5 if one_file else 9
@@ -110,10 +105,8 @@ def test_documents_need_a_token_that_ends_them(tmp_path):
         with raises(UsageError, "tokenizer.no_end_of_text", next(iter(sources)), hint="--end-of-text"):
             encoded(tmp_path, sources, without)
     named = without.with_end_of_text("<pad>")
-    assert encoded(tmp_path, {"a.txt": "ab", "b.txt": "cd"}, named)[:2] == (
-        [*b"ab", 256, *b"cd", 256],
-        [0, 3],
-    )
+    texts = {"a.txt": "ab", "b.txt": "cd"}
+    assert encoded(tmp_path, texts, named)[:2] == ([*b"ab", 256, *b"cd", 256], [0, 3])
 
 
 @pytest.mark.usefixtures("small_chunks")

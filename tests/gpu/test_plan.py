@@ -31,8 +31,12 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("matrix", {}),
     *(("162M", {"activation_checkpointing": how}) for how in ("none", "block", "attention")),
     ("162M", {"activation_checkpointing": "selective", "activation_gb": 5.0}),
-    *(("162M", {"precision": AUTOCAST}), ("162M", {"operations": "plain"}), ("162M", {"attention": "sdpa"})),
-    *(("162M", {"compile": "block"}), ("162M", {"num_kv_heads": 4, "tie_embeddings": True}), ("1.3B", {})),
+    ("162M", {"precision": AUTOCAST}),
+    ("162M", {"operations": "plain"}),
+    ("162M", {"attention": "sdpa"}),
+    ("162M", {"compile": "block"}),
+    ("162M", {"num_kv_heads": 4, "tie_embeddings": True}),
+    ("1.3B", {}),
     ("1.3B", {"activation_checkpointing": "attention"}),
 ]
 

@@ -50,11 +50,8 @@ def test_times_of_a_class_are_added_and_divided_by_the_steps():
     ]
     # Operators do not count where there is a GPU.
     times = class_times(Trace("kineto", "t", (), (), work, ops={"aten::mm": (1, 10**9)}), steps=2)
-    assert {name: ms for name, ms in times.items() if ms} == {
-        "matrix products": 3.0,
-        "clipping, optimizer": 1.5,
-        "rest": 1.5,
-    }
+    found = {name: ms for name, ms in times.items() if ms}
+    assert found == {"matrix products": 3.0, "clipping, optimizer": 1.5, "rest": 1.5}
     assert tuple(times) == CLASSES
 
 

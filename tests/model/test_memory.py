@@ -137,20 +137,16 @@ def test_shards_and_gathered_units():
     # In the first block's backward pass: its weights, the embedding's, gradients of two blocks.
     assert parts.gathered == 2 * (3 * block + table)
     # Two slots that other GPUs read, each of a shard in bf16: less than the allocator takes for a tensor of its own.
-    assert (
-        step_memory(config, form, replace(sharded, is_shared=True), tokens=128).gathered
-        == parts.gathered + 2 * MIB
-    )
+    shared = step_memory(config, form, replace(sharded, is_shared=True), tokens=128)
+    assert shared.gathered == parts.gathered + 2 * MIB
     large = config.model_copy(update={"d_model": 8192, "d_ff": 32_768})  # gathered by the backend: no slots
     assert (
         step_memory(large, form, replace(sharded, is_shared=True), tokens=128).gathered
         == step_memory(large, form, sharded, tokens=128).gathered
     )
     zero1 = step_memory(config, form, Held(2, 2, 4, of_state=1 / 4, is_shared=True), tokens=128)
-    assert (
-        zero1.peak
-        == step_memory(config, form, Held(2, 2, 4, of_state=1 / 4), tokens=128).peak + 2 * MIB - whole.weights
-    )
+    quarter = step_memory(config, form, Held(2, 2, 4, of_state=1 / 4), tokens=128)
+    assert zero1.peak == quarter.peak + 2 * MIB - whole.weights
     assert parts.activations == whole.activations
     assert whole.optimizer == 8 * total + 4 * (total - 7 * 32)
 

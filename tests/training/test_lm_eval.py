@@ -87,11 +87,8 @@ def qwen() -> tuple[Any, dict[str, Any]]:
 def ours() -> tuple[Any, dict[str, Any]]:
     merges = [(b"f", b"i"), (b"fi", b"s"), (b"fis", b"h"), (b" ", b"fish")]
     end = "<|endoftext|>"
-    return Tokenizer.from_merges(merges, [end, "<|pad|>"]), {
-        "bos_token": end,
-        "eos_token": end,
-        "eos_token_id": 260,
-    }
+    names = {"bos_token": end, "eos_token": end, "eos_token_id": 260}
+    return Tokenizer.from_merges(merges, [end, "<|pad|>"]), names
 
 
 @pytest.fixture(params=[("Llama", llama), ("Qwen2", qwen), ("Llama", ours)], ids=["llama", "qwen", "ours"])
