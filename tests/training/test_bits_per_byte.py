@@ -154,10 +154,9 @@ def test_training_on_conversations(tiny, tmp_path):
     counted: list[bool] = []
     for talk in talks:
         for role, words in talk:
-            judged = role == "assistant"
             for text, counts in (
                 (f"<|im_start|>{role}\n", False),
-                (f"{words}<|im_end|>", judged),
+                (f"{words}<|im_end|>", role == "assistant"),
                 ("\n", False),
             ):
                 ids = tokenizer.encode(text)

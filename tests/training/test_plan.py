@@ -33,10 +33,17 @@ SELECTIVE = ["model.activation_checkpointing=selective", "model.activation_gb=6.
 BF16_STATES = 'parallel.options={state_dtype="bf16"}'
 # Recipe, keys -> GB of a step without a CUDA graph (one H200, torch 2.11, 2026-11-27).
 RECIPES = [
-    *(("quickstart", [], 0.0774), ("quickstart", NARROW, 0.0691), ("text_files", FORMER_TEXT, 0.0311)),
-    *(("chat", [], 0.1844), ("finetune", [], 0.1137), ("speedrun", FORMER_SPEEDRUN, 1.5534)),
-    *(("tinystories", FORMER_STORIES, 3.5002), ("tinystories", [], 6.0638), ("profile", [], 10.0877)),
-    *(("llama_1b", [], 60.6628), ("llama_1b", UNTIED, 28.9057)),
+    ("quickstart", [], 0.0774),
+    ("quickstart", NARROW, 0.0691),
+    ("text_files", FORMER_TEXT, 0.0311),
+    ("chat", [], 0.1844),
+    ("finetune", [], 0.1137),
+    ("speedrun", FORMER_SPEEDRUN, 1.5534),
+    ("tinystories", FORMER_STORIES, 3.5002),
+    ("tinystories", [], 6.0638),
+    ("profile", [], 10.0877),
+    ("llama_1b", [], 60.6628),
+    ("llama_1b", UNTIED, 28.9057),
     ("llama_1b", [*UNTIED, "model.context_length=2048"], 26.5219),
     ("llama_1b", ["model.activation_checkpointing=block"], 23.0389),
     ("llama_1b", [*SELECTIVE, "model.num_layers=8"], 19.8550),
