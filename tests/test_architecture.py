@@ -91,9 +91,8 @@ def test_no_circle_of_imports():
 
 
 def test_the_core_imports_three_packages_besides_pythons_own():
-    names = {
-        name.split(".")[0] for path in (PACKAGE / "core").glob("*.py") for name in _imports(_parse(path))
-    }
+    files = (PACKAGE / "core").glob("*.py")
+    names = {name.split(".")[0] for path in files for name in _imports(_parse(path))}
     assert names <= {"torch", "numpy", "regex", "lmkit"} | sys.stdlib_module_names
 
 
@@ -155,25 +154,16 @@ def test_files_are_read_in_one_place():
     assert readers == OPENS_BY_ITSELF.keys()
 
 
-ERRORS = {
-    "LmkitError",
-    "UsageError",
-    "RankLost",
-    "RankFailed",
-    "Diverged",
-    "DamagedCheckpoint",
-}
+ERRORS = {"LmkitError", "UsageError", "RankLost", "RankFailed", "Diverged", "DamagedCheckpoint"}
 CODE = re.compile(r"f?'[a-z0-9_]+\.[a-z0-9_{}]+'")
 
 
 def _without_code(tree: ast.AST) -> list[int]:
     """Lines that make an error for users without a literal code such as "recipe.unknown_key"."""
-    calls = [
-        node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) in ERRORS
-    ]
-    return [
-        call.lineno for call in calls if len(call.args) != 2 or not CODE.fullmatch(ast.unparse(call.args[0]))
-    ]
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    errors = [call for call in calls if ast.unparse(call.func) in ERRORS]
+    literal = [call for call in errors if len(call.args) == 2 and CODE.fullmatch(ast.unparse(call.args[0]))]
+    return [call.lineno for call in errors if call not in literal]
 
 
 def test_every_error_has_a_code():

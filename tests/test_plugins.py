@@ -173,9 +173,7 @@ def joined_without_groups(qkv, *, kv_heads, head_dim):
 @pytest.mark.parametrize(
     ("kernel", "facts", "found"),
     [
-        (right, {}, ""),
-        (right, {"windows": True}, ""),
-        (without_gradient_of_v, {}, "wrong gradients: "),
+        *((right, {}, ""), (right, {"windows": True}, ""), (without_gradient_of_v, {}, "wrong gradients: ")),
         (ignores_first, {"windows": True}, "wrong attention with first=: "),
         (ignores_first, {"sees_all": False}, ""),
         (right, {"joined": f"{__name__}:joined_without_groups"}, "wrong attention of a joined projection: "),

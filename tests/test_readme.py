@@ -14,12 +14,8 @@ README = (ROOT / "README.md").read_text("utf-8")
 PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 COMMANDS = sorted({text for text in re.findall(r"`([^`\n]+)`", README) if re.match(r"lmkit [a-z]", text)})
 NAMES_A_RECIPE = re.compile(r"(?:run|train|bench [\w-]+|profile \w+|recipe (?:show|copy)) (\w+)(?: |$)")
-DOCUMENTS = [
-    *ROOT.glob("*.md"),
-    ROOT / "tests/README.md",
-    *ROOT.glob("lmkit/*.md"),
-    *(ROOT / "artifacts").rglob("*.md"),
-]
+DOCUMENTS = [*ROOT.glob("*.md"), ROOT / "tests/README.md", *ROOT.glob("lmkit/*.md")]
+DOCUMENTS += (ROOT / "artifacts").rglob("*.md")
 
 
 def links_of(document: Path) -> list[Path]:

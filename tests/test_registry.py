@@ -58,9 +58,7 @@ def test_a_recipe_may_name_what_a_plugin_registers(plugin, terminal):
 @pytest.mark.parametrize(
     ("content", "code"),
     [
-        (None, "plugin.missing"),
-        ("1 +", "plugin.failed"),
-        ("import nothing", "plugin.failed"),
+        *((None, "plugin.missing"), ("1 +", "plugin.failed"), ("import nothing", "plugin.failed")),
         ("exit(0)", "plugin.failed"),
     ],
 )

@@ -18,16 +18,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from attention_targets import (
-    BARE,
-    CUDNN,
-    DETERMINISTIC,
-    FLASH,
-    OURS,
-    TARGET_COLUMNS,
-    Row,
-    against_targets,
-)
+from attention_targets import BARE, CUDNN, DETERMINISTIC, FLASH, OURS, TARGET_COLUMNS, Row, against_targets
 from torch import Tensor
 
 from lmkit.attention import attention_function
@@ -139,10 +130,8 @@ class HostTime:
     """
 
     def __init__(self) -> None:
-        q, k, v = (
-            torch.randn(1, 16, 128, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-            for _ in range(3)
-        )
+        options = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
+        q, k, v = (torch.randn(1, 16, 128, 64, **options) for _ in range(3))
         flash = attention_function("flash_triton")
         self._calls: dict[str, Callable[[], object]] = {
             OURS: lambda: flash(q, k, v, causal=True),
@@ -236,9 +225,7 @@ def rows_of(trial, *, ratio=1.5, speedup=60.0, milliseconds=2.0):
 
 @pytest.fixture
 def rows():
-    host_time = [
-        HOST_CASE | {"kernel": kernel, "median_ms": ms} for kernel, ms in ((OURS, 0.045), (BARE, 0.016))
-    ]
+    host_time = [HOST_CASE | {"kernel": name, "median_ms": ms} for name, ms in ((OURS, 0.045), (BARE, 0.016))]
     return [row for trial in trials(Options()) for row in rows_of(trial)] + host_time
 
 

@@ -23,15 +23,14 @@ from lmkit.bench.attention_gate import EXACT, TF32, Gate, Inputs, arithmetic_of,
 from lmkit.bench.attention_sweep import build_variant, precision_of
 from lmkit.registry import ATTENTION
 
+CPU = torch.device("cpu")
 SMALL = {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 16}
 
 
 def inputs_of(queries, keys, *, backward=False, seed=0, **options):
     options = Options(**SMALL | options)
     sizes = (queries, keys, options.head_dim)
-    return attention_gate.make_inputs(
-        options, *sizes, device=torch.device("cpu"), seed=seed, backward=backward
-    )
+    return attention_gate.make_inputs(options, *sizes, device=CPU, seed=seed, backward=backward)
 
 
 @pytest.mark.parametrize("backward", [pytest.param(False, marks=pytest.mark.full), True])
@@ -73,9 +72,7 @@ def test_a_tile_of_every_head_that_no_sampled_row_meets_is_found_beside_pytorch(
 
 @pytest.mark.parametrize("length", [129, 1100, 5120, 131072])
 def test_sampled_rows_leave_no_large_gap_and_another_seed_chooses_others(length):
-    first, second = (
-        attention_gate.rows_to_check(length, 200_000, torch.device("cpu"), seed).tolist() for seed in (0, 1)
-    )
+    first, second = (attention_gate.rows_to_check(length, 200_000, CPU, seed).tolist() for seed in (0, 1))
     for rows in (first, second):
         assert (rows[0], rows[-1]) == (0, length - 1)
         assert rows == sorted(set(rows))
@@ -165,9 +162,8 @@ def test_exact_at_equals_autograd_in_float64(causal, chosen, monkeypatch):
     out = vectorized(*leaves, causal=causal)
     dq, dk, dv = torch.autograd.grad(out, leaves, dout.double())
     inputs = Inputs(whole.q, whole.k, whole.v, dout, causal)
-    for mine, theirs in zip(
-        exact_at(inputs, rows), (out.detach()[:, :, rows], dq[:, :, rows], dk, dv), strict=True
-    ):
+    expected = (out.detach()[:, :, rows], dq[:, :, rows], dk, dv)
+    for mine, theirs in zip(exact_at(inputs, rows), expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)  # both are float64
 
 
@@ -179,10 +175,8 @@ def test_the_gate_lets_every_honest_kernel_pass(dtype, length):
     assert not inputs.q.is_contiguous()
     gate = Gate(inputs)
     for name in ("reference", "vectorized", "flash_torch", "sdpa"):
-        function = build_variant(name, dtype)
-        assert (
-            judge(gate, function, arithmetic_of(dtype, keeps_scores=ATTENTION.facts(name).keeps_scores)) == []
-        )
+        arithmetic = arithmetic_of(dtype, keeps_scores=ATTENTION.facts(name).keeps_scores)
+        assert judge(gate, build_variant(name, dtype), arithmetic) == []
 
 
 @pytest.mark.parametrize(

@@ -23,12 +23,8 @@ def test_every_verdict():
     before = [row(kernel, 10) for kernel in "abcd"] + [row("e", None), row("f", None), row("g", 10)]
     after = [
         row("a", 10.2, seed=1),  # within what two runs differ by, but the interval exceeds the threshold
-        row("b", 8, seed=1),
-        row("c", 12, seed=1),
-        row("d", None, status="out of memory"),
-        row("e", 5),
-        row("f", None),
-        row("h", 5),
+        *(row("b", 8, seed=1), row("c", 12, seed=1), row("d", None, status="out of memory"), row("e", 5)),
+        *(row("f", None), row("h", 5)),
     ]
     compared = compare_rows(before, after)
     verdicts = {"a": "unclear", "b": "faster", "c": "slower", "d": "stopped working", "e": "works now"}
@@ -72,11 +68,8 @@ def slowed(rows, numbers, factor):
 @pytest.mark.parametrize("machine", [{}, {"busy": True}, {"offset": 0.03}])
 def test_fault_98_equal_runs_have_no_firm_verdicts(machine):
     rng = random.Random(7)
-    verdicts = [
-        row["verdict"]
-        for _ in range(40)
-        for row in compare_rows(one_run(rng, **machine), one_run(rng, **machine)).rows
-    ]
+    pairs = [(one_run(rng, **machine), one_run(rng, **machine)) for _ in range(40)]
+    verdicts = [row["verdict"] for pair in pairs for row in compare_rows(*pair).rows]
     assert len(verdicts) == 40 * 18
     assert sum(verdict in ("faster", "slower") for verdict in verdicts) <= 0.02 * len(verdicts)
 

@@ -115,9 +115,7 @@ def test_baselines_are_those_of_the_same_weights(ladder):
     ],
 )
 def test_options_and_not_the_name_of_a_strategy_decide_what_it_may_round(monkeypatch, name, budget):
-    monkeypatch.setattr(
-        training_gate, "judge", lambda training, theirs, budget, **_: ({"budget": budget}, [])
-    )
+    monkeypatch.setattr(training_gate, "judge", lambda mine, theirs, budget, **_: ({"budget": budget}, []))
     monkeypatch.setattr(training_gate, "after_timing", lambda training, budget: {"budget": budget})
     variant = variant_of(name, {}, CASE, Ranks(), "", lambda *_: {})
     assert variant.judge(None) == variant.check(None) == {"budget": budget}

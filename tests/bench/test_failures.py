@@ -47,9 +47,7 @@ def test_an_error_is_a_row(error, status, detail):
         RankLost("parallel.rank_lost", "rank 1 is gone"),
         DistBackendError("NCCL error"),
         RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer"),
-        RankGaveUp("bench.rank_failed", "full"),
-        SystemExit(128 + signal.SIGTERM),
-        KeyboardInterrupt(),
+        *(RankGaveUp("bench.rank_failed", "full"), SystemExit(128 + signal.SIGTERM), KeyboardInterrupt()),
     ],
 )
 def test_what_ends_every_variant_is_raised(error):

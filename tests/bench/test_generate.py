@@ -59,11 +59,9 @@ def test_least_bytes_are_the_weights_and_the_filled_cache(switches):
     weights = sum(x.numel() for x in names.values())
     cache = 2 * config.num_layers * 2 * config.head_dim * 7 * 3
     assert least_bytes(config, 3, 7, 2) == 2 * (weights + cache)
-    of_matrices = sum(x.numel() for x in matrices)
+    in_fp8 = sum(x.numel() for x in matrices)
     scales = 4 * sum(map(len, matrices))
-    assert least_bytes(config, 3, 7, 2, fp8=True) == scales + of_matrices + 2 * (
-        weights - of_matrices + cache
-    )
+    assert least_bytes(config, 3, 7, 2, fp8=True) == scales + in_fp8 + 2 * (weights - in_fp8 + cache)
     # All layers but the last see four tokens, one of which is the new one.
     config = config.changed(attention_window=4, attention_pattern="S")
     unseen = 2 * (config.num_layers - 1) * 2 * config.head_dim * 4 * 3

@@ -45,10 +45,7 @@ def planted(tmp_path: Path):
         return [{"planted": number, "ms": 1.5} for number in range(context.options.number)]
 
     yield lambda *overrides: run_bench(
-        "planted",
-        load_recipe(None, ["run.device=cpu", *overrides]),
-        tmp_path,
-        progress=lambda *_: None,
+        "planted", load_recipe(None, ["run.device=cpu", *overrides]), tmp_path, progress=lambda *_: None
     )
     WORK.clear()
 
@@ -124,9 +121,7 @@ def test_of_several_ranks_under_torchrun_the_first_holds_the_folder(planted, tmp
     assert (tmp_path / harness.JOURNAL).exists()
 
 
-def test_two_benches_in_one_folder_the_second_is_refused_until_the_first_has_stored_its_files(
-    planted, tmp_path, monkeypatch
-):
+def test_a_second_bench_in_one_folder_is_refused_until_the_first_is_stored(planted, tmp_path, monkeypatch):
     refused = []
 
     def begin_another(*_: object) -> None:
@@ -151,10 +146,8 @@ def test_fault_134_results_are_replaced_only_by_force_and_a_folder_is_tried_befo
         (tmp_path / "environment.json").write_text('{"lmkit": "0.2.0", "packages": {}}')  # as a bench left it
     check_place(recipe, tmp_path, force=True)
     check_place(recipe, tmp_path / "new", force=False)
-    for folder, force, code in (
-        (tmp_path, False, "output.exists"),
-        (tmp_path / "file" / "below", True, "output.unwritable"),
-    ):
+    below = tmp_path / "file" / "below"
+    for folder, force, code in ((tmp_path, False, "output.exists"), (below, True, "output.unwritable")):
         with raises(UsageError, code, folder):
             check_place(recipe, folder, force=force)
 

@@ -20,10 +20,8 @@ SMALL |= {"steps_per_epoch": 2, "timed_epochs": 6, "lr": 3e-3}
 
 
 def measure(nproc=1, output=None, progress=None, **keys):
-    recipe = load_recipe(
-        None, flags={f"bench.lm_matrix.{key}": value for key, value in keys.items()}, benches=True
-    )
-    recipe = recipe.changed(run={"device": "cpu"})
+    flags = {f"bench.lm_matrix.{key}": value for key, value in keys.items()}
+    recipe = load_recipe(None, flags=flags, benches=True).changed(run={"device": "cpu"})
     stored = run_on_ranks("lm_matrix", recipe, output, nproc=nproc, progress=progress or (lambda *_: None))
     assert stored is not None
     return stored
@@ -74,9 +72,8 @@ def test_two_ranks_train_as_one(tmp_path):
 @pytest.mark.full
 def test_a_kernel_that_one_rank_refuses_leaves_no_rank_behind(tmp_path):
     """Rank 0 alone builds the training of one rank; the other must not wait for it."""
-    result = measure(
-        nproc=2, output=tmp_path, kernels=["flash_triton"], strategies=["one rank", "naive"], **SMALL
-    )
+    keys = SMALL | {"kernels": ["flash_triton"], "strategies": ["one rank", "naive"]}
+    result = measure(nproc=2, output=tmp_path, **keys)
     assert {row["status"] for row in result.rows} == {"unsupported"}  # fp32 on a CPU
 
 
@@ -93,9 +90,7 @@ def test_fault_85_one_of_two_ranks_out_of_memory_is_a_row_and_the_others_complet
     # Ranks start again after the cell that did not fit.
     assert reports == [("kernels", done, 2) for done in (0, 1, 0, 1, 2)]
     assert [(row["kernel"], row["strategy"], row["status"]) for row in result.rows] == [
-        ("sdpa", "naive", "ok"),
-        ("sdpa", "flat", "ok"),
-        ("reference", "naive", "ok"),
+        *(("sdpa", "naive", "ok"), ("sdpa", "flat", "ok"), ("reference", "naive", "ok")),
         ("reference", "flat", "out of memory"),
     ]
     assert "1 other trainings" in result.rows[3]["detail"]

@@ -45,18 +45,14 @@ def test_everything_is_measured_and_every_file_is_there(run_bench, tmp_path):
         assert row["mfu"] == pytest.approx(row["tokens_per_s"] * flops / peak)
         assert "measured" in row["mfu_basis"]  # no data sheet has this chip
         if precision == "bf16":  # compared round by round
-            assert (
-                row["versus_fp32"]
-                == paired_ratio(row["samples_ms"], models[mode, "fp32"]["samples_ms"]).speedup
-            )
+            ratio = paired_ratio(row["samples_ms"], models[mode, "fp32"]["samples_ms"])
+            assert row["versus_fp32"] == ratio.speedup
             assert row["versus_fp32_verdict"] == "too few repeats"
     study = [row for row in result.rows if row["part"] == "warm-up"]
     assert [(row["warmup"], len(row["samples_ms"])) for row in study] == [(0, 10), (2, 10)]
     assert all(row["first_ms"] == row["samples_ms"][0] for row in study)
-    assert set(result.files) == {
-        *("model_results.csv", "model_results.jsonl", "model_report.md"),
-        "model_time.png",
-    }
+    names = ("results.csv", "results.jsonl", "report.md", "time.png")
+    assert set(result.files) == {f"model_{name}" for name in names}
     assert [json.loads(line) for line in result.files["model_results.jsonl"].splitlines()] == result.rows
     assert journal.rows() == result.rows
 

@@ -112,9 +112,8 @@ def test_what_is_judged_has_made_its_first_steps():
     [("fp32", "adamw"), ("bf16", "adamw"), ("fp32", "muon"), ("bf16-autocast", "sgd")],
 )
 def test_a_training_is_right_after_timing_and_its_weights_have_not_moved(precision, optimizer):
-    training = TrainingStep(
-        recipe_of(precision=precision, optimizer=optimizer, attention="flash_torch"), Ranks()
-    )
+    recipe = recipe_of(precision=precision, optimizer=optimizer, attention="flash_torch")
+    training = TrainingStep(recipe, Ranks())
     for _ in range(20):
         training.run()
     before = {name: weight.clone() for name, weight in training.model.state_dict().items()}

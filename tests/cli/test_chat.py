@@ -92,20 +92,15 @@ CHAT = (
 @pytest.fixture
 def talk(run: Path, terminal) -> Path:
     """A run that was trained on conversations, with the weights of the other one."""
-    record = {
-        "messages": [{"role": "user", "content": "fish?"}, {"role": "assistant", "content": "red fish"}]
-    }
-    Path("talk.jsonl").write_text((json.dumps(record) + "\n") * 30)
+    asked, answer = {"role": "user", "content": "fish?"}, {"role": "assistant", "content": "red fish"}
+    Path("talk.jsonl").write_text((json.dumps({"messages": [asked, answer]}) + "\n") * 30)
     terminal(*CHAT)
     return Path("runs/talk")
 
 
 def test_a_run_on_conversations_keeps_its_template_and_its_mask(talk, terminal):
-    assert json.loads((talk / "chat_template.json").read_text()) == {
-        "begin": "",
-        "before": "{role}:\n",
-        "after": "<|endoftext|>",
-    }
+    template = {"begin": "", "before": "{role}:\n", "after": "<|endoftext|>"}
+    assert json.loads((talk / "chat_template.json").read_text()) == template
     meta = json.loads((talk / "tokens/valid.json").read_text())
     assert meta["counted_bytes"] == len("red fish") * meta["num_documents"]
     found = json.loads(terminal("data", "inspect", talk / "tokens/valid.npy", "--json"))

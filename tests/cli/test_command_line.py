@@ -47,9 +47,8 @@ def test_stdout_closed_early(command, tmp_path):
     os.close(reader)
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
     words = [sys.executable, "-m", "lmkit", *command.split()]
-    process = subprocess.run(
-        words, stdout=writer, stderr=subprocess.PIPE, cwd=tmp_path, env=environment, check=False
-    )
+    options = {"stdout": writer, "stderr": subprocess.PIPE, "cwd": tmp_path, "env": environment}
+    process = subprocess.run(words, **options, check=False)
     os.close(writer)
     assert (process.stderr, process.returncode) == (b"", 1)
 
@@ -118,9 +117,7 @@ def test_running_the_package_as_a_folder_shadows_nothing(tmp_path):
     ("on_terminal", "printed"),
     [(True, "a\tb\ufffd[2J\ufffd\ufffd\n".encode()), (False, b"a\tb\x1b[2J\xc2\x9b\xff")],
 )
-def test_decoded_text_cannot_drive_a_terminal_and_ends_its_line_there(
-    on_terminal, printed, tmp_path, monkeypatch
-):
+def test_decoded_text_drives_no_terminal_and_ends_its_line_there(on_terminal, printed, tmp_path, monkeypatch):
     path = tmp_path / "bytes.json"
     Tokenizer(vocab={i: bytes([i]) for i in range(256)}, merges=[]).save(path)
     raw = io.BytesIO()

@@ -32,9 +32,8 @@ def test_prompts_come_from_files_and_stdin(run, terminal, monkeypatch):
     Path("bad.txt").write_bytes(b"one\n\xff")
     Path("blank.txt").write_text("\n")
     for name, why in (("bad.txt", "byte 4"), ("blank.txt", "no prompt"), ("none.txt", "no such file")):
-        terminal.refuses(
-            f"generate {run} --prompts-file {name}", code="generate.prompts_file", says=[name, why]
-        )
+        words = f"generate {run} --prompts-file {name}"
+        terminal.refuses(words, code="generate.prompts_file", says=[name, why])
 
 
 def test_samples_differ_by_their_seeds(run, terminal):
@@ -48,13 +47,10 @@ def test_samples_differ_by_their_seeds(run, terminal):
 def test_seeds_make_runs_side_by_side(run, terminal):
     terminal.refuses("run fish.toml --seeds 2", code="run.seeds_in_a_run", says=[str(run)])
     terminal("run fish.toml --seeds 2 --set run.name=school --set run.seed=4")
-    found = [
-        json.loads((run.parent / "school" / name / "training.json").read_text())
-        for name in ("seed-4", "seed-5")
-    ]
+    paths = [run.parent / "school" / name / "training.json" for name in ("seed-4", "seed-5")]
+    found = [json.loads(path.read_text()) for path in paths]
     assert found[0]["evaluation"]["loss"] != found[1]["evaluation"]["loss"]
     compared = json.loads(terminal(f"compare {run} {run.parent}/school --json"))
     assert compared["runs"] == [1, 2]
-    assert compared["rows"][-1]["before"] == pytest.approx(
-        json.loads((run / "training.json").read_text())["evaluation"]["bits_per_byte"]
-    )
+    judged = json.loads((run / "training.json").read_text())["evaluation"]
+    assert compared["rows"][-1]["before"] == pytest.approx(judged["bits_per_byte"])

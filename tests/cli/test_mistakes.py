@@ -10,11 +10,8 @@ from lmkit.errors import limit_reached
 
 
 def test_mistakes_in_a_recipe_reach_the_terminal_as_one_line(terminal, tmp_path):
-    mistakes = {
-        b"[train\n": "recipe.syntax",
-        b"\xff": "recipe.unreadable",
-        b"[model]\nx = 1\n": "recipe.unknown_key",
-    }
+    mistakes = {b"[train\n": "recipe.syntax", b"\xff": "recipe.unreadable"}
+    mistakes[b"[model]\nx = 1\n"] = "recipe.unknown_key"
     for content, code in mistakes.items():
         Path("wrong.toml").write_bytes(content)
         for command in ("train", "run", "verify --resume", "bench ddp", "profile kineto"):
@@ -70,16 +67,11 @@ def zoo(run_in, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / f"dangling{suffix}").symlink_to("nothing")
         (folder / f"circular{suffix}").symlink_to(f"circular{suffix}")
     (folder / "lines.jsonl").write_bytes(b"[1]\n")
-    for name, description in (
-        ("alone", None),
-        ("list", "[1]"),
-        ("deep", "[" * 50_000),
-        ("strange", '{"a": 1}'),
-        ("words", '"x"'),
-    ):
+    descriptions = {"list": "[1]", "deep": "[" * 50_000, "strange": '{"a": 1}', "words": '"x"'}
+    for name in ("alone", *descriptions):
         shutil.copy(folder / "whole.npy", folder / f"{name}.npy")
-        if description is not None:
-            (folder / f"{name}.json").write_text(description)
+        if name in descriptions:
+            (folder / f"{name}.json").write_text(descriptions[name])
     return folder
 
 

@@ -76,9 +76,8 @@ def test_no_tokenizer_is_replaced_by_what_is_made_with_it(terminal, tmp_path, mo
     Path("text.txt").write_text("one fish")
     Tokenizer.from_merges([(b"f", b"i")], ["<|endoftext|>"]).save(Path("tokenizer.json"))
     terminal("tokenizer export tokenizer.json gpt2")
-    whole = {
-        name: Path("tokenizer.json").read_bytes() for name in ("t.npy", "t.documents", "gpt2/merges.txt")
-    }
+    content = Path("tokenizer.json").read_bytes()
+    whole = dict.fromkeys(("t.npy", "t.documents", "gpt2/merges.txt"), content)
     whole["gpt2/vocab.json"] = Path("gpt2/vocab.json").read_bytes()
     for name, content in whole.items():
         Path(name).write_bytes(content)

@@ -94,9 +94,7 @@ def test_other_records_are_no_run(text, tmp_path):
 
 def of_training(files: dict[str, bytes]) -> dict[str, bytes]:
     """What a run that starts over keeps of the earlier one: data are made again."""
-    return {
-        name: data for name, data in files.items() if not name.startswith(("corpus/", "tokens/", "stages"))
-    }
+    return {key: data for key, data in files.items() if not key.startswith(("corpus/", "tokens/", "stages"))}
 
 
 def test_starting_over_keeps_the_training_and_files_of_the_user(run, terminal):
@@ -140,10 +138,8 @@ def test_a_run_that_is_killed_leaves_the_earlier_one(run, terminal, lmkit):
 @pytest.mark.parametrize(
     ("key", "name"),
     [
-        ("corpus.train", "corpus/train.txt"),
-        ("tokenizer.path", "tokenizer.json"),
-        ("train.init_from", ""),
-        ("checkpoint.resume", "checkpoints/step-00000002"),
+        *(("corpus.train", "corpus/train.txt"), ("tokenizer.path", "tokenizer.json")),
+        *(("train.init_from", ""), ("checkpoint.resume", "checkpoints/step-00000002")),
         ("data.train", "tokens/valid.npy"),
     ],
 )

@@ -14,9 +14,8 @@ def test_json_has_bytes(capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["fits"] is True
     assert found["peak_bytes"] == max(found["moments"].values())
-    assert (
-        found["bytes"]["weights"] + found["bytes"]["optimizer"] < found["peak_bytes"] < found["usable_bytes"]
-    )
+    sizes = found["bytes"]
+    assert sizes["weights"] + sizes["optimizer"] < found["peak_bytes"] < found["usable_bytes"]
     # Keys and values of 16 texts of 4096 tokens: 16 layers, 8 heads of 64, bf16
     assert found["bytes"]["kv_cache"] == 16 * 4096 * 2 * 16 * 8 * 64 * 2
 

@@ -44,9 +44,7 @@ def test_missing_tokens_are_refused_before_ranks_start_with_file_key_and_command
 
 
 @pytest.mark.full
-def test_under_torchrun_an_error_of_all_ranks_is_said_once_and_its_summary_holds_no_traceback_of_ours(
-    torchrun,
-):
+def test_under_torchrun_an_error_of_all_ranks_is_said_once_and_its_summary_has_no_traceback_of_ours(torchrun):
     result = torchrun("lmkit train quickstart --set run.name=two")
     (error,) = errors(result)
     message = error.partition("]: ")[2]

@@ -15,13 +15,10 @@ def test_a_run_is_made_again_bit_for_bit(run, terminal):
     found = json.loads(terminal(f"rerun {run} --json"))
     assert found["folder"] == f"{run}-rerun"
     assert found["drift"] == []
-    assert {losses["kind"]: (losses["steps"], losses["differing"]) for losses in found["losses"]} == {
-        "train": (2, 0),
-        "final": (1, 0),
-    }
-    weights = [
-        path.read_bytes() for path in sorted(run.parent.glob("*/checkpoints/step-00000002/model.safetensors"))
-    ]
+    differing = {losses["kind"]: (losses["steps"], losses["differing"]) for losses in found["losses"]}
+    assert differing == {"train": (2, 0), "final": (1, 0)}
+    paths = sorted(run.parent.glob("*/checkpoints/step-00000002/model.safetensors"))
+    weights = [path.read_bytes() for path in paths]
     assert len(weights) == 2
     assert weights[0] == weights[1]
     terminal.refuses(f"rerun {run}", code="output.exists", says=["fish-rerun"])
@@ -38,10 +35,8 @@ def test_drift_is_listed(run, terminal):
     recipe = run / "recipe.toml"
     recipe.write_text(recipe.read_text().replace("keep_last = 2", "keep_last = 3"))
     found = json.loads(terminal(f"rerun {run} --output again --json"))
-    assert [line.partition(" -> ")[0] for line in found["drift"]] == [
-        "packages.torch: 1.0",
-        "checkpoint.keep_last: 2",
-    ]
+    drift = [line.partition(" -> ")[0] for line in found["drift"]]
+    assert drift == ["packages.torch: 1.0", "checkpoint.keep_last: 2"]
     (losses,) = [losses for losses in found["losses"] if losses["differing"]]
     assert (losses["kind"], losses["first"], losses["differing"]) == ("train", 2, 1)
     assert math.isclose(losses["largest"], 0.25, rel_tol=1e-9)

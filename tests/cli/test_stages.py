@@ -96,9 +96,7 @@ def test_fault_95_starting_over_sets_the_checkpoints_aside(option, run, terminal
 
 def test_fault_117_other_text_does_not_replace_the_tokenizer_of_a_kept_training(run, terminal):
     before = (run / "tokenizer.json").read_bytes()
-    Path("corpus.txt").write_text(
-        "".join(f"quite other words, {number}<|endoftext|>\n" for number in range(400))
-    )
+    Path("corpus.txt").write_text("".join(f"quite other words, {i}<|endoftext|>\n" for i in range(400)))
     terminal("run fish.toml --from corpus")
     (aside,) = run.glob("old-*")
     assert (aside / "tokenizer.json").read_bytes() == before != (run / "tokenizer.json").read_bytes()
@@ -141,11 +139,8 @@ def cut(path: Path) -> None:
 @pytest.mark.parametrize(
     ("output", "redone"),
     [
-        ("corpus/train.txt", "corpus"),
-        ("tokenizer.json", "tokenizer"),
-        ("tokens/valid.json", "encode"),
-        ("training.json", "train evaluate generate"),
-        ("stories.txt", "generate"),
+        *(("corpus/train.txt", "corpus"), ("tokenizer.json", "tokenizer"), ("tokens/valid.json", "encode")),
+        *(("training.json", "train evaluate generate"), ("stories.txt", "generate")),
     ],
 )
 def test_fault_109_a_damaged_output_is_made_again(output, redone, run, terminal):
@@ -257,9 +252,7 @@ def test_fault_145_the_tokenizer_of_another_model_is_refused(run, terminal):
     terminal(f"tokenizer train other.txt {run}/tokenizer.json --vocab-size 262 --force")
     Path("questions.jsonl").write_text('{"question": "a", "choices": ["b", "c"], "answer": 0}\n')
     for command in (
-        f"generate {run}",
-        f"export {run} exported",
-        f"evaluate {run} --text corpus.txt",
+        *(f"generate {run}", f"export {run} exported", f"evaluate {run} --text corpus.txt"),
         f"evaluate {run} --choices questions.jsonl",
     ):
         terminal.refuses(command, code="checkpoint.wrong_tokenizer", says=[str(run / "tokenizer.json")])
@@ -271,9 +264,8 @@ def test_fault_146_verify_notices_other_content(damaged, run, terminal):
     assert "all is well" in terminal(f"verify {run}")
     content = (run / damaged).read_bytes()
     (run / damaged).write_bytes(content[:-2] + bytes([content[-2] ^ 1]) + content[-1:])
-    (wrong,) = [
-        line for line in terminal(f"verify {run}", exit_code=1).splitlines() if line.startswith("WRONG")
-    ]
+    said = terminal(f"verify {run}", exit_code=1).splitlines()
+    (wrong,) = [line for line in said if line.startswith("WRONG")]
     assert str(run / damaged) in wrong
 
 

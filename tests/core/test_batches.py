@@ -40,9 +40,8 @@ def packed_batches(tokens, **changes):
     return PackedBatches(tokens, **SETTINGS | changes, document_starts=bounds)
 
 
-every_source = pytest.mark.parametrize(
-    "source", [token_batches, random_tokens, shuffled_batches, packed_batches]
-)
+SOURCES = [token_batches, random_tokens, shuffled_batches, packed_batches]
+every_source = pytest.mark.parametrize("source", SOURCES)
 
 
 @every_source
@@ -60,9 +59,8 @@ def test_ranks_and_slices_partition_the_same_global_batch(tokens, source, world_
     whole = torch.stack(source(tokens).batch(11)).reshape(2, 24, CONTEXT)
     parts = []
     for rank in range(world_size):
-        part = torch.stack(
-            source(tokens, rank=rank, world_size=world_size, accumulation=accumulation).batch(11)
-        )
+        options = {"rank": rank, "world_size": world_size, "accumulation": accumulation}
+        part = torch.stack(source(tokens, **options).batch(11))
         assert part.shape == (2, accumulation, 24 // world_size // accumulation, CONTEXT)
         parts.append(part.reshape(2, -1, CONTEXT))
     assert torch.equal(torch.cat(parts, dim=1), whole)
@@ -79,9 +77,8 @@ def test_the_stream_never_changes(tokens):
 @pytest.mark.parametrize("source", [token_batches, shuffled_batches, packed_batches])
 def test_targets_that_do_not_count_are_below_zero(tokens, source):
     counts = np.random.default_rng(3).random(1000) < 0.5
-    (inputs, targets), (same, hidden) = (
-        source(tokens, **mask).batch(1) for mask in ({}, {"mask": np.packbits(counts)})
-    )
+    masks = ({}, {"mask": np.packbits(counts)})
+    (inputs, targets), (same, hidden) = (source(tokens, **mask).batch(1) for mask in masks)
     assert torch.equal(inputs, same)
     assert torch.equal(hidden, torch.where(torch.tensor(counts)[targets], targets, -1))
 

@@ -13,21 +13,15 @@ from lmkit.core.schedule import cosine_lr
 from lmkit.core.step import Step, Sync
 from lmkit.recipe.tables import ModelConfig
 
+SIZES = {"vocab_size": 7, "context_length": 256, "d_model": 16, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+
 
 def test_the_loop_trains():
     _, _, rest = core.__doc__.partition("\n\n    batches = ")
     loop = textwrap.dedent("    batches = " + rest.partition("\n\n")[0])
     torch.manual_seed(0)
-    sizes = {
-        "vocab_size": 7,
-        "context_length": 256,
-        "d_model": 16,
-        "d_ff": 32,
-        "num_layers": 1,
-        "num_heads": 2,
-    }
     losses = {}
-    names = {"tokens": np.arange(3000) % 7, "config": ModelConfig(**sizes), "losses": losses}
+    names = {"tokens": np.arange(3000) % 7, "config": ModelConfig(**SIZES), "losses": losses}
     for used in (AdamW, Step, Sync, TokenBatches, TransformerLM, cosine_lr, decay_groups):
         names[used.__name__] = used
     assert "range(1000)" in loop

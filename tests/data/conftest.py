@@ -113,10 +113,8 @@ def server(monkeypatch):
 
 @pytest.fixture(scope="module")
 def story():
-    people, things = (
-        ("Tom", "Lily", "the naïve fox", "日本の猫"),
-        ("a ball", "two apples", "it's", "\n\n  a tree"),
-    )
+    people = ("Tom", "Lily", "the naïve fox", "日本の猫")
+    things = ("a ball", "two apples", "it's", "\n\n  a tree")
     sentences = [f"{p} saw {t}. {q} didn't, and it cost {i}€!" for i, (p, t, q) in
                  enumerate(itertools.product(people, things, people))]  # fmt: skip
     return "".join(f"{' '.join(sentences[i:] + sentences[:i])}\n{END}" for i in range(len(sentences)))

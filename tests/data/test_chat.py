@@ -131,10 +131,8 @@ def test_the_last_conversations_are_held_out(corpus, tmp_path):
 @pytest.mark.parametrize(
     ("text", "code"),
     [
-        ('{"messages": 1}\n', "chat.no_messages"),
-        (line(TALKS[0]) + "{\n", "corpus.not_json"),
-        (line(TALKS[0]), "corpus.too_short"),
-        ("\n", "corpus.empty"),
+        *(('{"messages": 1}\n', "chat.no_messages"), (line(TALKS[0]) + "{\n", "corpus.not_json")),
+        *((line(TALKS[0]), "corpus.too_short"), ("\n", "corpus.empty")),
     ],
 )
 def test_what_is_no_corpus_of_conversations_is_refused(text, code, tmp_path):

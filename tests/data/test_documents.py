@@ -15,9 +15,8 @@ END = "<|endoftext|>"
 
 def framed(special_tokens=("<s>", "</s>"), **changes):
     """A tokenizer of bytes and special tokens."""
-    return Tokenizer(
-        vocab={i: bytes([i]) for i in range(256)}, merges=[], special_tokens=special_tokens, **changes
-    )
+    vocab = {i: bytes([i]) for i in range(256)}
+    return Tokenizer(vocab=vocab, merges=[], special_tokens=special_tokens, **changes)
 
 
 def encoded(tmp_path, sources, tokenizer, **options):
@@ -39,10 +38,8 @@ def encoded(tmp_path, sources, tokenizer, **options):
         {"two.ndjson": '{"text": "ab"}\n{"text": ""}\n{"text": "cd"}'},
         {"two.json": '[{"text": "ab"},\n {"text": "cd"}]'},
         {"two.json": '{"text": "ab"}\n{"text": "cd"}\n'},
-        {"one.json": '{\n"text": "ab"\n}', "two.txt": "cd"},
-        {"a.txt": "ab", "b.txt": "cd</s>\n"},
-        {"doc.txt": "ab</s>cd</s>\r\n"},
-        {"begun.txt": "<s>ab</s><s>cd"},
+        *({"one.json": '{\n"text": "ab"\n}', "two.txt": "cd"}, {"a.txt": "ab", "b.txt": "cd</s>\n"}),
+        *({"doc.txt": "ab</s>cd</s>\r\n"}, {"begun.txt": "<s>ab</s><s>cd"}),
     ],
 )
 def test_documents_end_as_the_tokenizer_says(tmp_path, sources):
@@ -64,9 +61,7 @@ def test_a_suffix_that_ends_a_text_is_not_doubled(tmp_path):
         ("a.txt", "ab\n--\ncd\n--\n \n", "\n--\n", ([*b"ab", 257, *b"cd", 257], [0, 3])),
         # It cuts no text of JSON lines; there, the token that ends a text is not doubled.
         (
-            "a.jsonl",
-            '{"text": "a\\n\\nb\\n\\n"}\n{"text": "cd"}',
-            "\n\n",
+            *("a.jsonl", '{"text": "a\\n\\nb\\n\\n"}\n{"text": "cd"}', "\n\n"),
             ([*b"a\n\nb", 257, *b"cd", 257], [0, 5]),
         ),
         ("a.jsonl", '{"text": "ab</s>"}\n{"text": "cd"}', None, ([*b"ab", 257, *b"cd", 257], [0, 3])),
@@ -89,13 +84,9 @@ def test_an_empty_separator_is_refused(tmp_path):
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path):
-    sources = {
-        "a.txt": "\ufeffab\ufeff",
-        "b.jsonl": '\ufeff{"text": "cd"}',
-        "c.json": '\ufeff[{"text": "ef"}]',
-    }
+    more = {"b.jsonl": '\ufeff{"text": "cd"}', "c.json": '\ufeff[{"text": "ef"}]'}
     for one_file in (False, True):
-        texts = {"a.txt": sources["a.txt"]} if one_file else sources
+        texts = {"a.txt": "\ufeffab\ufeff"} | ({} if one_file else more)
         tokens, _, num_bytes = encoded(tmp_path, texts, framed())
         assert tokens[:6] == [*"ab\ufeff".encode(), 257]
         assert num_bytes == 5 if one_file else 9
@@ -114,10 +105,8 @@ def test_documents_need_a_token_that_ends_them(tmp_path):
         with raises(UsageError, "tokenizer.no_end_of_text", next(iter(sources)), hint="--end-of-text"):
             encoded(tmp_path, sources, without)
     named = without.with_end_of_text("<pad>")
-    assert encoded(tmp_path, {"a.txt": "ab", "b.txt": "cd"}, named)[:2] == (
-        [*b"ab", 256, *b"cd", 256],
-        [0, 3],
-    )
+    texts = {"a.txt": "ab", "b.txt": "cd"}
+    assert encoded(tmp_path, texts, named)[:2] == ([*b"ab", 256, *b"cd", 256], [0, 3])
 
 
 @pytest.mark.usefixtures("small_chunks")

@@ -37,12 +37,8 @@ ZIPPED = Dataset(
 
 @pytest.fixture
 def site(server):
-    server.files = {
-        "train.txt": TRAIN,
-        "valid.txt": VALID,
-        "train.txt.gz": gzip.compress(TRAIN),
-        "valid.txt.gz": gzip.compress(VALID),
-    }
+    texts = {"train.txt": TRAIN, "valid.txt": VALID}
+    server.files = texts | {f"{name}.gz": gzip.compress(text) for name, text in texts.items()}
     return server
 
 
@@ -96,9 +92,7 @@ RESUMED = [None, "bytes=1000000-", "bytes=1500000-"]
     ids=str,
 )
 def test_a_cut_transfer_is_resumed_if_the_server_allows_it(fetch, site, manners, asked):
-    vars(site).update(
-        {name: [*value] if isinstance(value, list) else value for name, value in manners.items()}
-    )
+    vars(site).update({key: [*value] if isinstance(value, list) else value for key, value in manners.items()})
     train, valid = fetch()
     assert (train.read_bytes(), valid.read_bytes()) == (TRAIN, VALID)
     assert ranges(site)[:-1] == asked

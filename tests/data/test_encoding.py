@@ -64,9 +64,7 @@ def test_fault_103_prefix_and_suffix_stand_around_every_document(
 
 def test_tokens_and_description(corpus, tokenizer, tmp_path, story):
     seen = []
-    meta = encode_corpus(
-        [corpus], tmp_path / "t.npy", tokenizer, progress=lambda *report: seen.append(report)
-    )
+    meta = encode_corpus([corpus], tmp_path / "t.npy", tokenizer, progress=lambda *told: seen.append(told))
     assert open_tokens(tmp_path / "t.npy", tokenizer_sha256=tokenizer.sha256).meta == meta
     assert meta.num_documents == story.count(END)
     assert meta.num_bytes == len(story.replace(END, "").replace("saw two", "").encode())
@@ -124,9 +122,8 @@ def test_fault_39_killed_while_encoding(tokenizer, tmp_path, story, name):
     killed = subprocess.run(command, capture_output=True, timeout=120)
     assert killed.returncode == -getattr(signal, name), killed.stderr
     left = {path.name for path in tmp_path.iterdir()} - {"corpus.txt", "tokenizer.json"}
-    assert left == (
-        set() if name == "SIGINT" else {"tokens.npy.lmkit-partial", "tokens.documents.lmkit-partial"}
-    )
+    half_written = {"tokens.npy.lmkit-partial", "tokens.documents.lmkit-partial"}
+    assert left == (set() if name == "SIGINT" else half_written)
     encode_corpus([corpus], output, tokenizer, workers=1)
     encode_corpus([corpus], tmp_path / "again.npy", tokenizer, workers=2)
     assert (tmp_path / "again.npy").read_bytes() == output.read_bytes()

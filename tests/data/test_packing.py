@@ -100,7 +100,5 @@ def test_the_stream_never_changes():
 def test_seen_context_is_that_of_the_documents():
     batches = packed(LENGTHS["equal"], context=10)
     assert batches.seen_context == 5
-    seen = [
-        place + 1 for row in range(100) for start, end in batches.pieces(row) for place in range(end - start)
-    ]
+    seen = [i + 1 for row in range(100) for start, end in batches.pieces(row) for i in range(end - start)]
     assert np.mean(seen) == (batches.seen_context + 1) / 2

@@ -32,10 +32,7 @@ def test_an_epoch_has_every_target_once(length):
 
 def test_epochs_have_orders_of_their_own():
     batches = shuffled()
-    orders = [
-        [batches.start(epoch * batches.per_epoch + row) // CONTEXT for row in range(100)]
-        for epoch in range(3)
-    ]
+    orders = [[batches.start(n * batches.per_epoch + row) // CONTEXT for row in range(100)] for n in range(3)]
     assert all(order != sorted(order) for order in orders)
     assert orders[0] != orders[1] != orders[2] != orders[0]
 

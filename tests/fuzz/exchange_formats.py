@@ -36,9 +36,8 @@ def folders(place: Path) -> tuple[Files, ...]:
         config = ModelConfig(**SIZES, **fields)
         state = TransformerLM(config).state_dict()
         names = {theirs: ours for ours, theirs in weight_names(config)}
-        tensors = {
-            theirs: reordered(ours, state[ours], config, pairs=False) for theirs, ours in names.items()
-        }
+        pairs = names.items()
+        tensors = {theirs: reordered(ours, state[ours], config, pairs=False) for theirs, ours in pairs}
         cut = len(tensors) // 2
         parts = [dict([*tensors.items()][:cut]), dict([*tensors.items()][cut:])]
         for name, part in zip(SHARDS, parts, strict=True):
@@ -56,9 +55,8 @@ def read(folder: Path, good: Files, random: Random) -> None:
     opened = open_hugging_face(folder)
     weight_map = json.loads((folder / INDEX).read_bytes())["weight_map"]
     plain = {name: plain_tensors((folder / name).read_bytes()) for name in set(weight_map.values())}
-    shapes = {
-        name: value.shape for name, value in TransformerLM(opened.config, device="meta").state_dict().items()
-    }
+    state = TransformerLM(opened.config, device="meta").state_dict()
+    shapes = {name: value.shape for name, value in state.items()}
     for ours, theirs in weight_names(opened.config):
         weight = opened[ours]
         assert weight.shape == shapes[ours]

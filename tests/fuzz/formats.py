@@ -188,14 +188,10 @@ def corpus(folder: Path) -> Format:
             assert written.encode() == data
 
     text = "<|endoftext|>\n".join(documents)
-    return Format(
-        [{"c.jsonl": lines.encode(), "c.txt": text.encode()}], dict.fromkeys(("c.jsonl", "c.txt"), TEXT), read
-    )
+    files = {"c.jsonl": lines.encode(), "c.txt": text.encode()}
+    return Format([files], dict.fromkeys(files, TEXT), read)
 
 
 def content_of(folder: Path) -> Files:
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}

@@ -72,9 +72,8 @@ def checkpoint(folder: Path) -> Format:
         manifest = f"{STEP}/{MANIFEST}"
         assert json.loads((folder / manifest).read_bytes()) == json.loads(good[manifest])
 
-    return Format(
-        [tiny_run()], TENSORS | dict.fromkeys((f"{STEP}/{STATE}", f"{STEP}/{MANIFEST}"), TEXT), read
-    )
+    kinds = TENSORS | dict.fromkeys((f"{STEP}/{STATE}", f"{STEP}/{MANIFEST}"), TEXT)
+    return Format([tiny_run()], kinds, read)
 
 
 @form("forged checkpoint")
@@ -86,9 +85,8 @@ def forged_checkpoint(folder: Path) -> Format:
         (step / MANIFEST).unlink()
         contents = content_of(step)
         digests = {name: hashlib.sha256(data).hexdigest() for name, data in contents.items()}
-        write_manifest(
-            step, {name: FileEntry(sha256=digests[name], bytes=len(data)) for name, data in contents.items()}
-        )
+        entries = {name: FileEntry(sha256=digests[name], bytes=len(data)) for name, data in contents.items()}
+        write_manifest(step, entries)
         opened = newest_checkpoint(step)
         given = weights_of(opened)
         model = given.model("cpu")

@@ -44,11 +44,8 @@ DEEP = "[" * 100_000
 NO_IDS: tuple[Any, ...] = (-1, 1 << 24, 10**30, True, 1.0, "1", None, 256)
 REFUSED: dict[tuple[str, str], list[Damage]] = {
     ("recipe", "recipe.toml"): [
-        "model = " + "{a = " * 400 + "1" + "}" * 400,
-        "# " + "A" * 2_000_000,
-        "x = " + DEEP,
-        "[train]\nsteps = " + "9" * 5000,
-        "[train]\nsteps = 9223372036854775808",
+        *("model = " + "{a = " * 400 + "1" + "}" * 400, "# " + "A" * 2_000_000, "x = " + DEEP),
+        *("[train]\nsteps = " + "9" * 5000, "[train]\nsteps = 9223372036854775808"),
         "[train]\n" + "s" * 100_000 + " = 1",
     ],
     ("hugging face tokenizer.json", "tokenizer.json"): [

@@ -30,12 +30,9 @@ def dangers(source):
         is_literal = name == "exec" and all(isinstance(argument, ast.Constant) for argument in node.args)
         if (name in RUNS_CODE and not is_literal) or name.rpartition(".")[2] in UNPACKS:
             found.append((node.lineno, name))
-        for keyword in node.keywords:
-            if (keyword.arg, ast.unparse(keyword.value)) in (
-                ("allow_pickle", "True"),
-                ("weights_only", "False"),
-            ):
-                found.append((node.lineno, f"{keyword.arg}={ast.unparse(keyword.value)}"))
+        options = [(keyword.arg, ast.unparse(keyword.value)) for keyword in node.keywords]
+        unsafe = [pair for pair in options if pair in (("allow_pickle", "True"), ("weights_only", "False"))]
+        found += [(node.lineno, f"{key}={value}") for key, value in unsafe]
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.module in ("pickle", "torch", "marshal", "numpy"):
             names = {f"{node.module}.{alias.name}" for alias in node.names}

@@ -10,15 +10,16 @@ from lmkit.model.transformer import TransformerLM
 from lmkit.recipe.tables import ModelConfig
 from lmkit.tokenizer import Tokenizer
 
+SIZES = {"vocab_size": 260, "context_length": 16, "d_model": 32, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+
 
 @pytest.fixture(scope="session")
 def tokenizer():
     """The 256 bytes, a few merges that cut characters in two, and end-of-text (259)."""
     snowman, accent = "☃".encode(), "é".encode()
     merges = [(b"h", b"e"), (accent[:1], accent[1:]), (snowman[:1], snowman[1:2])]
-    vocab = {i: bytes([i]) for i in range(256)} | {
-        256 + i: left + right for i, (left, right) in enumerate(merges)
-    }
+    joined = {256 + i: left + right for i, (left, right) in enumerate(merges)}
+    vocab = {i: bytes([i]) for i in range(256)} | joined
     return Tokenizer(vocab=vocab, merges=merges, special_tokens=("<|endoftext|>",))
 
 
@@ -26,18 +27,9 @@ def tokenizer():
 def make_model():
     """make_model(**fields) -> float64, two layers, context of 16, opinionated enough for its guesses to differ."""
 
-    sizes = {
-        "vocab_size": 260,
-        "context_length": 16,
-        "d_model": 32,
-        "d_ff": 48,
-        "num_layers": 2,
-        "num_heads": 4,
-    }
-
     def make(**fields):
         torch.manual_seed(0)
-        config = ModelConfig(**{**sizes, "attention": "vectorized", **fields})
+        config = ModelConfig(**{**SIZES, "attention": "vectorized", **fields})
         model = TransformerLM(config, dtype=torch.float64)
         with torch.no_grad():
             model.lm_head.weight.mul_(8)

@@ -85,11 +85,8 @@ def test_logits_in_other_dtypes(make_model, dtype):
 @pytest.mark.parametrize(
     "sampling",
     [
-        Sampling(0.0),
-        Sampling(0.7, repetition_penalty=1.3),
-        Sampling(1.5, top_k=40),
-        Sampling(1.5, top_p=0.9, min_p=0.01),
-        Sampling(1.5, top_k=40, top_p=0.9),
+        *(Sampling(0.0), Sampling(0.7, repetition_penalty=1.3), Sampling(1.5, top_k=40)),
+        *(Sampling(1.5, top_p=0.9, min_p=0.01), Sampling(1.5, top_k=40, top_p=0.9)),
     ],
     ids=str,
 )

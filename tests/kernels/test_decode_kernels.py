@@ -9,9 +9,8 @@ import decode_checks as checks
 import decode_draw_checks as draws
 
 pytestmark = pytest.mark.interpreter
-DTYPES = pytest.mark.parametrize(
-    "dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.full)], ids=str
-)
+FP16 = pytest.param(torch.float16, marks=pytest.mark.full)
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, FP16], ids=str)
 
 
 @DTYPES

@@ -24,12 +24,8 @@ from lmkit.kernels.launch import LaunchCache, empty_in_order_of, recording
 
 POINTERS = Tiling(rows=32, columns=16, warps=4, stages=1)
 COPIED = Tiling(rows=64, columns=32, warps=4, stages=2, descriptors=True)
-KERNELS = (
-    flash_forward.forward_kernel,
-    flash_backward.dq_kernel,
-    flash_backward.dkdv_kernel,
-    cross_entropy.scale_kernel,
-)
+KERNELS = (flash_forward.forward_kernel, flash_backward.dq_kernel, flash_backward.dkdv_kernel)
+KERNELS += (cross_entropy.scale_kernel,)
 CALLS = (flash_forward.forward_calls, flash_backward.backward_calls, cross_entropy.scale_calls)
 
 
@@ -114,10 +110,7 @@ CHANGES = [
     {"queries": 96, "keys": 96},
     {"cut": 16},  # the first rows of longer ones
     *({"queries": n, "keys": n} for n in (63, 1)),
-    {"keys": 100},
-    {"kv_heads": 4},
-    {"heads": 1, "kv_heads": 1},
-    {"head_dim": 40},
+    *({"keys": 100}, {"kv_heads": 4}, {"heads": 1, "kv_heads": 1}, {"head_dim": 40}),
     *({"dtype": dtype} for dtype in (torch.float16, torch.float32)),
     *({"layout": layout} for layout in ("fused", "odd")),
     *({"skip": (n,) * 4} for n in (1, 4)),  # odd addresses, and of 8 bytes
@@ -130,9 +123,8 @@ OPTIONS = [{"causal": False}, {"tiling": COPIED}]
 @pytest.mark.full
 @pytest.mark.parametrize("run", [forward, backward])
 def test_whatever_changes_between_calls_the_launch_is_tritons_own(run, stand_in_gpu, monkeypatch):
-    calls = [run(*inputs(**change)) for change in CHANGES] + [
-        run(*inputs(), **options) for options in OPTIONS
-    ]
+    calls = [run(*inputs(**change)) for change in CHANGES]
+    calls += [run(*inputs(), **options) for options in OPTIONS]
     expected = [ordinary(call, stand_in_gpu, monkeypatch) for call in calls]
     variants = {str([function for _, _, function, *_ in launches]) for launches in expected}
     assert len(variants) > len(CHANGES) // 2  # or the changes would not be seen
@@ -143,10 +135,8 @@ def test_whatever_changes_between_calls_the_launch_is_tritons_own(run, stand_in_
 def test_a_result_of_another_dtype_is_of_another_kind(stand_in_gpu):
     """The weight's gradient is a float32 sum for float16 and for bfloat16."""
     sums, scale = torch.ones(4, 64), torch.ones(())
-    functions = [
-        launches_of(partial(cross_entropy.scaled_, sums, scale, dtype), stand_in_gpu)[0][2]
-        for dtype in (torch.float16, torch.bfloat16)
-    ]
+    calls = [partial(cross_entropy.scaled_, sums, scale, dtype) for dtype in (torch.float16, torch.bfloat16)]
+    functions = [launches_of(call, stand_in_gpu)[0][2] for call in calls]
     assert functions[0] != functions[1]
 
 

@@ -23,10 +23,8 @@ CALLS = (
 SINGLE = dict.fromkeys(("rope_kernel", "swiglu_kernel", "swiglu_gradient_kernel"), (0, 0))
 SINGLE |= {"add_norm_kernel": (0, 1), "norm_gradient_kernel": (1, 0)}
 SINGLE |= {"cross_entropy_kernel": (3, 2), "scatter_add_kernel": (1, 0)}
-CASTS = (
-    *(fp8.cast_rows_kernel, fp8.cast_transposed_kernel),
-    *(swiglu.swiglu_cast_kernel, swiglu.swiglu_gradient_cast_kernel),
-)
+CASTS = (fp8.cast_rows_kernel, fp8.cast_transposed_kernel)
+CASTS += (swiglu.swiglu_cast_kernel, swiglu.swiglu_gradient_cast_kernel)
 CALLS += (fp8.row_calls, fp8.transposed_calls, swiglu.cast_forward_calls, swiglu.cast_backward_calls)
 D_FF = {128: 352, 512: 1376, 768: 2048, 1024: 2752, 2048: 5504, 4096: 11008}
 
@@ -62,9 +60,8 @@ def ptx(assembled):
             rotate((width // min(width // 2, 64), not in_place, in_place, False))
         differentiate(swiglu.swiglu, array(2, 16, 2 * D_FF[width]))
         ids, logits = array(32, dtype=torch.int64), cross_entropy.empty_logits(32, array(50257, 1))
-        cross_entropy.cross_entropy_(
-            logits, ids, array(1, dtype=torch.float32), array(32, dtype=torch.float32)
-        )
+        floats = partial(array, dtype=torch.float32)
+        cross_entropy.cross_entropy_(logits, ids, floats(1), floats(32))
         for deterministic in (False, True):
             embedding.gradient(x, ids, 50257, deterministic, dtype)
         return [
@@ -87,9 +84,8 @@ def test_nothing_spills_and_memory_is_read_in_vectors(ptx, assembled, width, dty
         if name in SINGLE and width >= 768:  # small rows have less than 16 bytes for a thread
             assert tuple(len(re.findall(rf"{way}\.global\.b", code)) for way in ("ld", "st")) == SINGLE[name]
             assert re.search(r"ld\.global\.v4", code)
-    assert {name: report.spills for name, report in assembled.items()} == dict.fromkeys(
-        (kernel.__name__ for kernel in KERNELS), 0
-    )
+    spills = {name: report.spills for name, report in assembled.items()}
+    assert spills == dict.fromkeys((kernel.__name__ for kernel in KERNELS), 0)
 
 
 @pytest.mark.parametrize("width", [512, 2048, 5504, 11008])

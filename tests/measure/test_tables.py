@@ -4,11 +4,7 @@ import json
 
 import pytest
 
-from lmkit.measure.tables import (
-    Column,
-    csv_text,
-    json_lines,
-)
+from lmkit.measure.tables import Column, csv_text, json_lines
 
 ROWS = [
     {"kernel": "flash_triton", "ms": 1.23456, "tokens": 16384, "status": "ok", "samples_ms": [1.2, 1.3]},

@@ -12,6 +12,7 @@ from lmkit.model.transformer import TransformerLM
 from lmkit.recipe.tables import ModelConfig
 
 sys.path.insert(0, str(Path(__file__).parent))  # for switches.py
+SIZES = {"vocab_size": 61, "context_length": 24, "d_model": 32, "d_ff": 48, "num_layers": 2, "num_heads": 4}
 
 
 @pytest.fixture
@@ -19,16 +20,8 @@ def make_model() -> Callable[..., TransformerLM]:
     """make_model(**fields) -> a model of 2 layers, float64 unless `dtype` says otherwise."""
 
     def make(*, dtype: torch.dtype = torch.float64, seed: int = 0, **fields: Any) -> TransformerLM:
-        sizes = {
-            "vocab_size": 61,
-            "context_length": 24,
-            "d_model": 32,
-            "d_ff": 48,
-            "num_layers": 2,
-            "num_heads": 4,
-        }
         torch.manual_seed(seed)
-        model = TransformerLM(ModelConfig(**{**sizes, "attention": "reference", **fields}), dtype=dtype)
+        model = TransformerLM(ModelConfig(**{**SIZES, "attention": "reference", **fields}), dtype=dtype)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if any(part in name for part in ("ln", "bias", "norm")):

@@ -23,12 +23,10 @@ def config(folder: Path, kind: str, **keys: Any) -> Path:
 def test_missing_keys_have_the_defaults_of_transformers(kind, tmp_path):
     path = config(tmp_path, kind)
     theirs = transformers.AutoConfig.from_pretrained(tmp_path)
-    ours = read_config(
-        path, context_length=4096 if kind == "mistral" else min(theirs.max_position_embeddings, 999)
-    )
-    assert (ours.vocab_size, ours.d_model, ours.d_ff) == (
-        *(theirs.vocab_size, theirs.hidden_size, theirs.intermediate_size),
-    )
+    length = 4096 if kind == "mistral" else min(theirs.max_position_embeddings, 999)
+    ours = read_config(path, context_length=length)
+    sizes = (theirs.vocab_size, theirs.hidden_size, theirs.intermediate_size)
+    assert (ours.vocab_size, ours.d_model, ours.d_ff) == sizes
     assert (ours.num_layers, ours.num_heads, ours.kv_heads) == (
         *(theirs.num_hidden_layers, theirs.num_attention_heads, theirs.num_key_value_heads),
     )
@@ -45,11 +43,7 @@ def test_missing_keys_have_the_defaults_of_transformers(kind, tmp_path):
 def test_nulls_mean_what_a_missing_key_of_no_default_means(kind, tmp_path):
     nulls = dict.fromkeys(
         (
-            "num_key_value_heads",
-            "rope_scaling",
-            "rope_parameters",
-            "sliding_window",
-            "layer_types",
+            *("num_key_value_heads", "rope_scaling", "rope_parameters", "sliding_window", "layer_types"),
             "architectures",
         )
     )

@@ -26,9 +26,7 @@ from lmkit.training.precision import autocast
 
 SIZES = {"vocab_size": 80, "context_length": 32, "d_model": 32, "d_ff": 80, "num_layers": 3, "num_heads": 4}
 LEVELS: list[dict[str, Any]] = [
-    {},
-    {"activation_checkpointing": "block"},
-    {"activation_checkpointing": "attention"},
+    *({}, {"activation_checkpointing": "block"}, {"activation_checkpointing": "attention"}),
     # 128 tokens: three inputs of blocks take 49 kB, all that three blocks keep a megabyte.
     *(
         {"activation_checkpointing": "selective", "activation_gb": kb * 1e-6}
@@ -139,32 +137,23 @@ def test_shards_and_gathered_units():
     # In the first block's backward pass: its weights, the embedding's, gradients of two blocks.
     assert parts.gathered == 2 * (3 * block + table)
     # Two slots that other GPUs read, each of a shard in bf16: less than the allocator takes for a tensor of its own.
-    assert (
-        step_memory(config, form, replace(sharded, is_shared=True), tokens=128).gathered
-        == parts.gathered + 2 * MIB
-    )
+    shared = step_memory(config, form, replace(sharded, is_shared=True), tokens=128)
+    assert shared.gathered == parts.gathered + 2 * MIB
     large = config.model_copy(update={"d_model": 8192, "d_ff": 32_768})  # gathered by the backend: no slots
     assert (
         step_memory(large, form, replace(sharded, is_shared=True), tokens=128).gathered
         == step_memory(large, form, sharded, tokens=128).gathered
     )
     zero1 = step_memory(config, form, Held(2, 2, 4, of_state=1 / 4, is_shared=True), tokens=128)
-    assert (
-        zero1.peak
-        == step_memory(config, form, Held(2, 2, 4, of_state=1 / 4), tokens=128).peak + 2 * MIB - whole.weights
-    )
+    quarter = step_memory(config, form, Held(2, 2, 4, of_state=1 / 4), tokens=128)
+    assert zero1.peak == quarter.peak + 2 * MIB - whole.weights
     assert parts.activations == whole.activations
     assert whole.optimizer == 8 * total + 4 * (total - 7 * 32)
 
 
 def test_segments_of_the_allocator():
     for num_bytes, taken in (
-        (1, 2),
-        (MIB, 2),
-        (MIB + 1, 20),
-        (10 * MIB - 1, 20),
-        (10 * MIB, 10),
-        (10 * MIB + 1, 12),
+        *((1, 2), (MIB, 2), (MIB + 1, 20), (10 * MIB - 1, 20), (10 * MIB, 10), (10 * MIB + 1, 12)),
     ):
         assert segment(num_bytes) == taken * MIB
 

@@ -286,9 +286,7 @@ def test_what_can_be_updated_in_one_pass(monkeypatch, dtype, grad_dtype, copy_dt
     if copy_dtype is not None:
         optimizer.copies[param] = torch.zeros(3, 4, dtype=copy_dtype)
     calls: list[list[Update]] = []
-    monkeypatch.setattr(
-        AdamW, "_update_in_one_pass", lambda self, updates, _, **options: calls.append(updates)
-    )
+    monkeypatch.setattr(AdamW, "_update_in_one_pass", lambda self, updates, _, **__: calls.append(updates))
     for devices, expected in ((set(), False), ({"cpu"}, fits)):
         monkeypatch.setattr(adamw_module, "ONE_PASS_DEVICES", devices)
         before = param.detach().clone()

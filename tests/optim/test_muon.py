@@ -147,10 +147,8 @@ def test_a_refused_step_changes_nothing():
     matrix = torch.nn.Parameter(torch.randn(6, 4))
     optimizer = Muon([{"params": [matrix], "is_matrix": True}], lr=0.1, weight_decay=0.5)
     for applied in (True, False, True):
-        before = (
-            matrix.detach().clone(),
-            optimizer.state[matrix].get("momentum_buffer", torch.zeros(())).clone(),
-        )
+        momentum = optimizer.state[matrix].get("momentum_buffer", torch.zeros(()))
+        before = (matrix.detach().clone(), momentum.clone())
         matrix.grad = torch.randn(6, 4) if applied else torch.full((6, 4), math.nan)
         optimizer.decision = torch.tensor(applied)
         optimizer.step()

@@ -296,9 +296,8 @@ def check_agreement(ranks: Ranks) -> None:
     assert not agree(ranks)
     assert agree(ranks, stop=last)
     assert on_any_rank(ranks, ranks.is_first, False, last) == (True, False, True)
-    mixed = [
-        torch.full((3,), ranks.rank, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.float64)
-    ]
+    dtypes = (torch.float32, torch.bfloat16, torch.float64)
+    mixed = [torch.full((3,), ranks.rank, dtype=dtype) for dtype in dtypes]
     for tensor in Averager(ranks, Traffic()).all_reduce([x.to(ranks.device) for x in mixed]).wait():
         assert tensor.tolist() == [(ranks.world_size - 1) / 2] * 3
     numbers = torch.tensor([-5, ranks.rank, -ranks.rank], dtype=torch.int32, device=ranks.device)

@@ -144,9 +144,7 @@ def check_zero1_masters_of_whole_weights(ranks: Ranks) -> None:
     that no rank used move."""
     run = Run(ranks, frozen_bf16=True, weights="bf16")
     weights = {name: p.detach() for name, p in seeded_model(1, ranks, torch.float32).named_parameters()}
-    run.model.load_state_dict(
-        {name: weights.get(name, value) for name, value in run.model.state_dict().items()}
-    )
+    run.model.load_state_dict({key: weights.get(key, value) for key, value in run.model.state_dict().items()})
     run.optimizer.load_masters(weights)
     for bucket in run.buckets:
         whole = torch.cat([weights[name].flatten() for name in bucket.names])

@@ -27,9 +27,7 @@ ONE_HOST = ("host", "0,1", 1)
         (ONE_HOST, True, "2.10.1", False),
     ],
 )
-def test_gpus_of_one_host_that_reach_one_another_share(
-    monkeypatch, tmp_path, theirs, reach, version, expected
-):
+def test_gpus_of_a_host_that_reach_each_other_share(monkeypatch, tmp_path, theirs, reach, version, expected):
     def all_gather_object(everyone: list, mine: tuple) -> None:
         everyone[:] = [mine, theirs]
 

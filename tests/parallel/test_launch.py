@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import rank_faults
@@ -22,6 +23,7 @@ from lmkit.recipe.tables import ParallelConfig
 
 # Only to end a test that hangs: how long ranks take to start depends on the machine.
 PATIENCE_S = 240.0
+PIPES: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
 
 
 @pytest.mark.full
@@ -140,9 +142,7 @@ def test_signals_stop_all_ranks_at_the_same_step(tmp_path, number, to_one, code)
         "    launch.spawn_ranks(2, rank_faults.wait_for_signal, (sys.argv[2], sys.argv[3] == 'all'))\n"
     )
     words = [str(script), str(Path(__file__).parent), str(ready), "one" if to_one else "all"]
-    process = subprocess.Popen(
-        [sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen([sys.executable, *words], **PIPES)
     try:
         pids = [int(wait_for_text(Path(f"{ready}.pid{rank}"), process)) for rank in range(2)]
         os.kill(pids[1] if to_one else process.pid, number)
@@ -186,9 +186,7 @@ if __name__ == "__main__":
 def test_ctrl_c_while_a_rank_still_loads_its_modules_ends_all(tmp_path):
     script = tmp_path / "late.py"
     script.write_text(LATE)
-    with subprocess.Popen(
-        [sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    with subprocess.Popen([sys.executable, script], **PIPES) as process:
         try:
             assert process.stdout.readline() == "loaded\n"  # by rank 0
             process.send_signal(signal.SIGINT)

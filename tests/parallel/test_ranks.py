@@ -60,10 +60,8 @@ def test_a_rank_that_never_comes_is_named(monkeypatch):
     with hosted_store() as environment:
         for name, value in {"RANK": "0", "WORLD_SIZE": "2", **environment}.items():
             monkeypatch.setenv(name, value)
-        with (
-            raises(LmkitError, "parallel.rank_absent", "rank 0", "rank 1", "1 s"),
-            process_group("cpu", timeout_s=1),
-        ):
+        said = ("rank 0", "rank 1", "1 s")
+        with raises(LmkitError, "parallel.rank_absent", *said), process_group("cpu", timeout_s=1):
             raise AssertionError("unreachable")
 
 

@@ -116,10 +116,8 @@ def test_unknown_strategies_and_options_are_refused():
         with pytest.raises(ValueError, match=next(iter(wrong))):
             ParallelConfig(**wrong)
     for strategy, options, says in (
-        ("bucketed", {"depth": 2}, "bucketed"),
-        ("torch_ddp", {"static_graph": 1}, "torch_ddp"),
-        ("fsdp", {"state_dtype": "fp8"}, "fp8"),
-        ("fsdp", {"shard_ranks": 3}, "3"),
+        *(("bucketed", {"depth": 2}, "bucketed"), ("torch_ddp", {"static_graph": 1}, "torch_ddp")),
+        *(("fsdp", {"state_dtype": "fp8"}, "fp8"), ("fsdp", {"shard_ranks": 3}, "3")),
     ):
         with raises(UsageError, "parallel.wrong_option", says, *options):
             build_strategy(ParallelConfig(strategy=strategy, options=options), Ranks(world_size=4))

@@ -11,9 +11,8 @@ from lmkit.recipe.load import load_recipe, validate
 
 
 def recipe_of(**tables: Any) -> Any:
-    return validate(
-        {"model": {"depth": 12, "vocab_size": 32768, "context_length": 1024}} | tables, origin="test"
-    )
+    model = {"depth": 12, "vocab_size": 32768, "context_length": 1024}
+    return validate({"model": model} | tables, origin="test")
 
 
 @pytest.mark.parametrize("depth", [1, 4, 12, 26])

@@ -10,14 +10,7 @@ from hypothesis import strategies as st
 from raising import raises
 
 from lmkit.errors import UsageError
-from lmkit.recipe.load import (
-    load_recipe,
-    read_toml,
-    recipe_to_toml,
-    required,
-    shipped_recipes,
-    validate,
-)
+from lmkit.recipe.load import load_recipe, read_toml, recipe_to_toml, required, shipped_recipes, validate
 from lmkit.recipe.recipe import TABLES, Recipe
 from lmkit.registry import OPTIMIZERS
 
@@ -66,10 +59,8 @@ def test_a_byte_order_mark_is_no_part_of_a_recipe(write):
 @pytest.mark.parametrize(
     ("text", "near"),
     [
-        ("[model]\ncontxt_length = 128\n", "context_length"),
-        ("[modle]\n", "model"),
-        ("[bench.ddp]\nrow = 4\n", "rows"),
-        ("train.step = 1", "steps"),
+        *(("[model]\ncontxt_length = 128\n", "context_length"), ("[modle]\n", "model")),
+        *(("[bench.ddp]\nrow = 4\n", "rows"), ("train.step = 1", "steps")),
     ],
 )
 def test_unknown_key_with_did_you_mean(write, text, near):
@@ -126,16 +117,9 @@ def test_every_mistake_is_reported_at_once(write):
         "model.use_flsh=true",
         code="recipe.mistakes",
     )
-    for expected in (
-        "train.steps",
-        "did you mean bf16?",
-        "optimizer.lr",
-        "did you mean corpus?",
-        "model.use_flsh",
-    ):
-        assert expected in message
-    for across_tables in ("parallel.weights", "parallel.reduce_dtype", "parallel.options.x"):
-        assert across_tables in message
+    keys = ("train.steps", "did you mean bf16?", "optimizer.lr", "did you mean corpus?", "model.use_flsh")
+    across_tables = ("parallel.weights", "parallel.reduce_dtype", "parallel.options.x")
+    assert [name for name in (*keys, *across_tables) if name not in message] == []
 
 
 @pytest.mark.parametrize(
@@ -171,9 +155,8 @@ def test_another_optimizer_leaves_the_options_of_the_former_behind():
 
 def test_missing_table_is_named_with_the_recipes_that_have_it():
     recipe = load_recipe("quickstart", ["run.seed=1"])
-    assert recipe == load_recipe(None, [f"run.seed={seed}" for seed in (2, 1)]).model_copy(
-        update=dict(recipe)
-    )
+    other = load_recipe(None, ["run.seed=2", "run.seed=1"])
+    assert recipe == other.model_copy(update=dict(recipe))
     with raises(
         UsageError, "recipe.missing_table", "quickstart", "[bench.ddp]", hint="bench_ddp, bench_ddp_cpu"
     ):
@@ -222,9 +205,8 @@ def test_wrong_override(override):
 
 
 def test_overrides_are_toml_and_bare_words_are_strings():
-    recipe = load_recipe(
-        None, ["run.name=first", "optimizer.betas=[0.8, 0.9]", "run.deterministic=true", "run.folder=a=b"]
-    )
+    more = ["run.deterministic=true", "run.folder=a=b"]
+    recipe = load_recipe(None, ["run.name=first", "optimizer.betas=[0.8, 0.9]", *more])
     assert recipe.run.name == "first"
     assert recipe.optimizer.betas == (0.8, 0.9)
     assert recipe.run.deterministic is True
@@ -255,10 +237,8 @@ def test_a_tilde_at_the_beginning_of_a_path_is_the_home_folder(write, monkeypatc
     assert recipe.corpus.train == (Path("/home/ada/a.txt"), Path("b~/~c.txt"))
     assert (recipe.corpus.valid, recipe.corpus.folder) == ((Path("/~/d.txt"),), Path("/home/ada"))
     assert recipe.tokenizer.path == Path("~ada/tokenizer.json")
-    assert (recipe.data.train, recipe.train.init_from) == (
-        Path("/home/ada/train.npy"),
-        Path("/home/ada/model"),
-    )
+    home = Path("/home/ada")
+    assert (recipe.data.train, recipe.train.init_from) == (home / "train.npy", home / "model")
     assert recipe.checkpoint.resume == "/home/ada/step"
     monkeypatch.setenv("HOME", "/home/bob")
     assert load_recipe(write(recipe_to_toml(recipe))) == recipe

@@ -27,10 +27,8 @@ def gradients(step: int, sizes: Sequence[tuple[int, ...]] = SIZES) -> list[Tenso
     """Of sizes from 1e-6 to 10, some entries zero."""
     torch.manual_seed(100 + step)
     scales = [10 ** (torch.rand(()) * 7 - 6) for _ in sizes]
-    return [
-        torch.randn(size) * scale * (torch.rand(size) > 0.1)
-        for size, scale in zip(sizes, scales, strict=True)
-    ]
+    pairs = zip(sizes, scales, strict=True)
+    return [torch.randn(size) * scale * (torch.rand(size) > 0.1) for size, scale in pairs]
 
 
 def give(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
@@ -317,12 +315,8 @@ def check_the_host_and_the_device_may_decide_in_turns(device: str) -> None:
         mine.zero_grad()
         other.step()
     assert_equal(ours, theirs, 1e-7)
-    assert all(
-        mine.state[one]["step"] == other.state[two]["step"] == 6
-        for one, two in zip(ours, theirs, strict=True)
-    )
+    pairs = zip(ours, theirs, strict=True)
+    assert all(mine.state[one]["step"] == other.state[two]["step"] == 6 for one, two in pairs)
 
 
-CHECKS = {
-    name.removeprefix("check_"): check for name, check in globals().items() if name.startswith("check_")
-}
+CHECKS = {key.removeprefix("check_"): check for key, check in globals().items() if key.startswith("check_")}

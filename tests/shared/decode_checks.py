@@ -296,9 +296,8 @@ def check_attend_faults_are_seen(case: Attend, device: str) -> None:
     assert attend_faults(case, [zeros, *right[1:]], torch.float32, device)
     if max(case.places):  # a mask that is off by one
         other = case._replace(places=tuple(max(0, place - 1) for place in case.places))
-        assert attend_faults(
-            case, plain_attend(other, torch.float32, device, torch.float32), torch.float32, device
-        )
+        late = plain_attend(other, torch.float32, device, torch.float32)
+        assert attend_faults(case, late, torch.float32, device)
 
 
 def check_attend_ignores_company(dtype: torch.dtype, device: str) -> None:

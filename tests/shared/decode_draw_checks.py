@@ -103,9 +103,8 @@ def check_advance(name: str, device: str) -> None:
                 continue
             assert torch.equal(stream.total[row], mine.table[token])
             assert torch.equal(stream.normed[row], mine.table[token] * mine.gain)
-            torch.testing.assert_close(
-                stream.parts[3 * row : 3 * row + 3].sum(), mine.table[token].square().sum()
-            )
+            parts = stream.parts[3 * row : 3 * row + 3]
+            torch.testing.assert_close(parts.sum(), mine.table[token].square().sum())
     assert mine.rows.done.tolist() == [0, 1, 1, 0, 0, 0]
     assert mine.rows.place.tolist() == [6, 0, 7, 5, 6, 3]
 

@@ -252,11 +252,8 @@ def check_cross_entropy_scales_float16_late(device: str) -> None:
     """The mean over many tokens would underflow before the loss scale multiplies it."""
     h, w = tuned(256, 4, device=device).half() / 64, tuned(4096, 4, device=device, seed=1).half() / 64
     ids, scale = targets_of(h, 4096), 2.0**14
-    exact = run(
-        lambda h, w: linear_cross_entropy(h, w, ids),
-        [h.double(), w.double()],
-        [torch.ones((), device=device)],
-    )[1:]
+    leaves, one = [h.double(), w.double()], torch.ones((), device=device)
+    exact = run(lambda h, w: linear_cross_entropy(h, w, ids), leaves, [one])[1:]
     leaves = h.requires_grad_(), w.requires_grad_()
     got = torch.autograd.grad(cross_entropy.linear_cross_entropy(*leaves, ids) * scale, leaves)
     for mine, truth in zip(got, exact, strict=True):

@@ -15,9 +15,7 @@ from lmkit.errors import LmkitError, UsageError
 from lmkit.storage.atomic import atomic_folder, atomic_path, remove_partials, scratch_folder, write_atomic
 
 
-def test_content_lies_on_the_disk_before_it_gets_its_name_and_the_name_before_the_call_returns(
-    tmp_path, synced_and_named
-):
+def test_content_is_on_disk_before_its_name_and_that_before_the_call_returns(tmp_path, synced_and_named):
     path = tmp_path / "new" / "folder" / "file"
     write_atomic(path, b"content")
     file, folder = path.stat().st_ino, path.parent.stat().st_ino

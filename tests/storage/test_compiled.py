@@ -22,9 +22,8 @@ def build(log):
     def compile_to(path):
         with open(log, "a") as file:
             file.write("built\n")
-        subprocess.run(
-            ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", path], input=CODE, text=True, check=True
-        )
+        command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", path]
+        subprocess.run(command, input=CODE, text=True, check=True)
 
     return compile_to
 

@@ -10,11 +10,8 @@ from lmkit.storage.inputs import open_input, read_object
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"", "not JSON"),
-        (b'{"a": 1', "not JSON"),
-        (b"[1]", "not a JSON object"),
-        (b'{"a": \xff}', "byte 6"),
-        (b"[" * 100_000, "nested"),
+        *((b"", "not JSON"), (b'{"a": 1', "not JSON"), (b"[1]", "not a JSON object")),
+        *((b'{"a": \xff}', "byte 6"), (b"[" * 100_000, "nested")),
         (b'{"a": ' + b"9" * 5000 + b"}", "too many digits"),
         (b'{"a": "' + b" " * 200_000 + b'"}', "larger than 200,000 bytes"),
     ],

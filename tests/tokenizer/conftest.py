@@ -25,11 +25,8 @@ def textbook_encode(text, vocab, merges, special_tokens):
     """The specification of encoding: in every word apply each merge in turn."""
     ids = {token: token_id for token_id, token in sorted(vocab.items(), reverse=True)}
     longest_first = sorted(special_tokens, key=len, reverse=True)
-    parts = (
-        regex.split("(" + "|".join(map(regex.escape, longest_first)) + ")", text)
-        if special_tokens
-        else [text]
-    )
+    special = "(" + "|".join(map(regex.escape, longest_first)) + ")"
+    parts = regex.split(special, text) if special_tokens else [text]
     result = []
     for part in parts:
         if part in special_tokens:

@@ -12,10 +12,8 @@ from lmkit.tokenizer import Tokenizer
 from lmkit.tokenizer.chat import ROLES, TEMPLATES, ChatTemplate, Message, beside, from_jinja, read_template
 from lmkit.tokenizer.pretokenize import PATTERNS
 
-MARKS = (
-    *("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
-    *("<|eot_id|>", "<|begin_of_text|>", "<|end_header_id|>"),
-)
+MARKS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+MARKS += ("<|eot_id|>", "<|begin_of_text|>", "<|end_header_id|>")
 PAIRS = [(pair[:1], pair[1:]) for pair in (b"he", b" t", b"\n\n", b":\n", b"\n ", b"\nt", b"12")]
 WORDS = st.lists(
     st.sampled_from([*"the \n\r\t:.12'é日\u0301\x1c\xa0", "<|im", "<|end", "assistant"]),
@@ -90,16 +88,14 @@ def test_special_tokens_that_a_message_spells_are_text(name):
     asked = [Message("user", f"a {''.join(MARKS)} b<|im_end|>"), Message("assistant", "<|endoftext|>")]
     found = [token for token, _ in joined(template, asked, tokenizer)]
     assert tokenizer.decode(found) == template.render(asked)
-    plain = [
-        token for token, _ in joined(template, [message._replace(content="") for message in asked], tokenizer)
-    ]
+    bare = [message._replace(content="") for message in asked]
+    plain = [token for token, _ in joined(template, bare, tokenizer)]
     specials = set(tokenizer.special_ids.values())
     assert [token for token in found if token in specials] == [token for token in plain if token in specials]
 
 
-TEXTS = st.one_of(
-    st.text(max_size=8), st.sampled_from(['"', "\\", "{{ x }}", "{% raw %}", "'", "\n", "\ud83d\ude00"])
-)
+ODD = ['"', "\\", "{{ x }}", "{% raw %}", "'", "\n", "\ud83d\ude00"]
+TEXTS = st.one_of(st.text(max_size=8), st.sampled_from(ODD))
 
 
 @settings(max_examples=200, deadline=None)

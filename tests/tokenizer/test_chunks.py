@@ -43,9 +43,8 @@ def test_pieces_have_the_words_of_the_whole(pattern, text, block, size):
 @pytest.mark.parametrize("text", ["word " * 4000, "日本語、" * 4000, "a.b.c." * 3000, "x\n" * 9000])
 def test_ordinary_text_of_any_script_is_cut_to_size(text):
     data = text.encode()
-    sizes = [
-        len(chunk.data) for chunk in exact_chunks(blocks(data, 512), SpecialTokens({SPECIAL: 0}), size=1024)
-    ]
+    chunks = exact_chunks(blocks(data, 512), SpecialTokens({SPECIAL: 0}), size=1024)
+    sizes = [len(chunk.data) for chunk in chunks]
     assert max(sizes) <= 1536
     assert len(sizes) > len(data) // 1536
 

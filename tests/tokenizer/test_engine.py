@@ -236,9 +236,7 @@ def cache(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
-def test_without_a_compiler_python_does_it_and_one_warning_says_so(
-    cache, monkeypatch, caplog, trained, compiler
-):
+def test_without_a_compiler_python_does_it_and_warns_once(cache, monkeypatch, caplog, trained, compiler):
     monkeypatch.setenv("CC", compiler)
     with caplog.at_level(logging.WARNING, "lmkit"):
         assert new_encoder(trained.merge_table).__qualname__.startswith(python_encoder.__name__)

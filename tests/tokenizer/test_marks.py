@@ -68,10 +68,7 @@ def test_no_token_leaves_a_conventional_name(folder, nothing):
         (END, "<end>", (END,)),
         ([TURN, END], "<|im_end|>", (TURN, END)),
         ([10, END], "<end>", (END, 10)),  # 10 is a newline: generation stops there, but no text ends with it
-        (10, None, (10,)),
-        ([], None, ()),
-        (None, None, ()),
-        ([True, "258", 1.0], None, ()),
+        *((10, None, (10,)), ([], None, ()), (None, None, ()), ([True, "258", 1.0], None, ())),
     ],
 )
 @pytest.mark.parametrize("stem", ["generation_config", "config"])
@@ -81,11 +78,8 @@ def test_ids(folder, ids, end, stops, stem):
 
 
 def test_which_file_counts(folder):
-    path = folder(
-        tokenizer_config={"eos_token": "<end>"},
-        generation_config={"eos_token_id": [TURN, END]},
-        config={"eos_token_id": 3},
-    )
+    named, generation = {"eos_token": "<end>"}, {"eos_token_id": [TURN, END]}
+    path = folder(tokenizer_config=named, generation_config=generation, config={"eos_token_id": 3})
     assert Tokenizer.load(path).marks == Marks(None, "<end>", (END, TURN))
     path.with_name("generation_config.json").write_text("{}")
     assert Tokenizer.load(path).marks == Marks(None, "<end>", (END, 3))
@@ -205,11 +199,8 @@ def test_older_folders_name_the_end_of_a_text_in_special_tokens_map(folder, capl
 
 def test_older_folders_add_tokens_in_added_tokens(folder, caplog):
     added = {"<b>": 260, "<a>": 259, "<s>": 257}
-    path = folder(
-        special=NAMES,
-        tokenizer_config={"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<b>"},
-        added_tokens=added,
-    )
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<b>"}
+    path = folder(special=NAMES, tokenizer_config=config, added_tokens=added)
     ours, text = Tokenizer.load(path), "<a><b> <s>"
     assert ours.encode(text) == theirs(path)(text)["input_ids"] == [259, 260, 32, 257]
     assert {token.text for token in ours.added_tokens if not token.special} == {"<a>"}

@@ -129,9 +129,8 @@ def test_inspection(trained, tmp_path, real_text):
 
 @pytest.mark.parametrize("unk_id", [None, 1])
 def test_the_first_text_that_loses_characters_is_told(caplog, unk_id):
-    tokenizer = Tokenizer(
-        vocab={0: b"a", 1: b"?", 2: "<|é|>"}, merges=[], special_tokens=["<|é|>"], unk_id=unk_id
-    )
+    vocab = {0: b"a", 1: b"?", 2: "<|é|>"}
+    tokenizer = Tokenizer(vocab=vocab, merges=[], special_tokens=["<|é|>"], unk_id=unk_id)
     with caplog.at_level("WARNING", "lmkit"):
         assert tokenizer.encode("aa<|é|>") == [0, 0, 2]
         assert not caplog.records

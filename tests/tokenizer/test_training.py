@@ -76,9 +76,8 @@ def test_fault_20_invalid_utf8(write, workers):
         train_tokenizer([path], vocab_size=300, workers=workers)
     path.write_bytes(b"good \xff\xff\xff\xfftext " * 9)  # so often that the replacement becomes a token
     replaced = train_tokenizer([path], vocab_size=270, workers=workers, errors="replace")
-    expected = train_tokenizer(
-        [write("good \ufffd\ufffd\ufffd\ufffdtext " * 9, "replaced.txt")], vocab_size=270
-    )
+    written = write("good \ufffd\ufffd\ufffd\ufffdtext " * 9, "replaced.txt")
+    expected = train_tokenizer([written], vocab_size=270)
     assert replaced.sha256 == expected.sha256
     assert (b"\xef", b"\xbf") in replaced.merges
 

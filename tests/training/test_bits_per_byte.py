@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -83,9 +82,7 @@ def folder(weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     return path
 
 
-def bits(
-    model: torch.nn.Module, ids: list[int], counts: Callable[[int], bool] = lambda i: True
-) -> list[float]:
+def bits(model, ids, counts=lambda i: True) -> list[float]:
     """-log2 p of each id but the first that counts, in float64."""
     logits = model(torch.tensor([ids[:-1]]))[0].detach().double().log_softmax(-1)
     return [-logits[i, token].item() / math.log(2) for i, token in enumerate(ids[1:]) if counts(i + 1)]

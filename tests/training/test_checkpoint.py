@@ -50,9 +50,8 @@ def make_checkpoint(folder: Path, step: int, *, loss: float | None = None, text:
     partial.mkdir(parents=True)
     content = {MODEL: f"model {text} {step}" * 50, SHARD: f"optimizer {step}" * 50}
     content[STATE] = make_state(step, valid_loss=loss).model_dump_json()
-    write_manifest(
-        partial, {name: write_file(partial / name, body.encode()) for name, body in content.items()}
-    )
+    entries = {name: write_file(partial / name, body.encode()) for name, body in content.items()}
+    write_manifest(partial, entries)
     publish(partial, folder / step_name(step))
     return folder / step_name(step)
 
@@ -247,22 +246,17 @@ def test_a_manifest_of_another_shape_is_damage(text, tmp_path):
 
 def test_weights_in_several_files_are_one_model(tmp_path):
     parts = [{"a": torch.ones(2), "c": torch.zeros(1)}, {"b": torch.ones(3)}, {}]
-    entries = {
-        name: write_tensors(tmp_path / name, part)
-        for name, part in ((model_name(rank, 3), part) for rank, part in enumerate(parts))
-    }
+    names = [model_name(rank, 3) for rank in range(3)]
+    entries = {name: write_tensors(tmp_path / name, part) for name, part in zip(names, parts, strict=True)}
     entries |= {SHARD: write_tensors(tmp_path / SHARD, {})}
     entries |= {STATE: write_file(tmp_path / STATE, make_state(1).model_dump_json().encode())}
     write_manifest(tmp_path, entries)
     opened = open_checkpoint(tmp_path)
     files = [TensorFile(tmp_path / name) for name in model_files(opened.entries)]
-    assert [{name: len(x) for name, x in file.tensors.items()} for file in files] == [
-        {"a": 2, "c": 1},
-        {"b": 3},
-        {},
-    ]
-    for missing in range(3):
-        write_manifest(tmp_path, {n: entry for n, entry in entries.items() if n != model_name(missing, 3)})
+    sizes = [{name: len(x) for name, x in file.tensors.items()} for file in files]
+    assert sizes == [{"a": 2, "c": 1}, {"b": 3}, {}]
+    for missing in names:
+        write_manifest(tmp_path, {n: entry for n, entry in entries.items() if n != missing})
         with raises(DamagedCheckpoint, "checkpoint.damaged", tmp_path / MANIFEST):
             open_checkpoint(tmp_path)
 

@@ -21,9 +21,8 @@ def write_run(
     records: list[dict[str, object]] = []
     for number, loss in enumerate(losses, 1):
         step = 10 * number
-        records.append(
-            {"kind": "train", "step": step, "tokens": step * batch, "seconds": number * seconds, "loss": 9.0}
-        )
+        spent = {"tokens": step * batch, "seconds": number * seconds}
+        records.append({"kind": "train", "step": step, "loss": 9.0, **spent})
         bits = {"bits_per_byte": loss / 2, "bytes_per_token": 2.9}
         records.append({"kind": "valid", "step": step, "loss": loss, **bits})
     records.append(records[-1] | {"kind": "final"})
@@ -43,9 +42,7 @@ def test_each_axis_compares_at_the_last_place_that_both_reached(tmp_path):
     assert result.metric == "bits_per_byte"
     assert result.changes == ("optimizer.lr: 0.1 -> 0.2",)
     assert [(row.at, row.place, row.before, row.after) for row in result.rows] == [
-        ("steps", 20, 3.0, 4.0),
-        ("tokens", 2000, 3.0, 2.0),
-        ("minutes", 1.0, 4.0, 2.0),
+        *(("steps", 20, 3.0, 4.0), ("tokens", 2000, 3.0, 2.0), ("minutes", 1.0, 4.0, 2.0)),
         ("the end", None, 3.0, 2.0),
     ]
     assert {row.verdict for row in result.rows} == {"one seed"}
@@ -57,12 +54,8 @@ def test_each_axis_compares_at_the_last_place_that_both_reached(tmp_path):
 
 
 def test_intervals_are_over_seeds(tmp_path, terminal):
-    losses = {
-        "a": [4.0, 4.1, 4.2],
-        "better": [3.5, 3.6, 3.4],
-        "unclear": [4.0, 4.3, 4.15],
-        "same": [4.1, 4.11, 4.09],
-    }
+    losses = {"a": [4.0, 4.1, 4.2], "better": [3.5, 3.6, 3.4]}
+    losses |= {"unclear": [4.0, 4.3, 4.15], "same": [4.1, 4.11, 4.09]}
     for name, ends in losses.items():
         for seed, end in enumerate(ends):
             write_run(tmp_path / name / f"seed-{seed}", [5.0, end], seconds=9, seed=seed)
@@ -76,9 +69,8 @@ def test_intervals_are_over_seeds(tmp_path, terminal):
         error = ((stdev(ours) ** 2 + stdev(theirs) ** 2) / 3) ** 0.5
         difference = fmean(theirs) - fmean(ours)
         assert row["difference"] == pytest.approx(difference)
-        assert (row["low"], row["high"]) == pytest.approx(
-            (difference - 2.776 * error, difference + 2.776 * error)
-        )
+        interval = (difference - 2.776 * error, difference + 2.776 * error)
+        assert (row["low"], row["high"]) == pytest.approx(interval)
         assert row["verdict"] == verdict
         assert row["threshold"] == pytest.approx(float(words[-1]) * fmean(ours))
         assert verdict in terminal(*words)

@@ -73,10 +73,8 @@ def test_a_weight_too_large_for_the_dtype_is_refused_by_name(dtype, largest, tmp
 
 
 def test_an_imported_run_is_verified_evaluated_trained_and_resumed(settings, tmp_path):
-    import_model(
-        their_folder(tmp_path, "Qwen2"), tmp_path / "runs/run", context_length=8, with_tokenizer=False
-    )
     run = tmp_path / "runs/run"
+    import_model(their_folder(tmp_path, "Qwen2"), run, context_length=8, with_tokenizer=False)
     assert verify_path(run).ok
     before = ours_of(run).state_dict()
     keep = [value for value in settings() if not value.startswith("model.")]

@@ -164,9 +164,8 @@ def test_a_choice_that_the_question_swallows_or_that_is_too_long_is_refused(fold
     merges = [(b"!", b"\n"), (b"!", b"!\n"), (b" ", b"x")]
     vocab = {i: bytes([i]) for i in range(256)} | {256 + i: a + b for i, (a, b) in enumerate(merges)}
     (folder / "tokenizer_config.json").unlink()
-    Tokenizer(vocab=vocab, merges=merges, special_tokens=[END], pattern="llama3").save(
-        folder / "tokenizer.json"
-    )
+    tokenizer = Tokenizer(vocab=vocab, merges=merges, special_tokens=[END], pattern="llama3")
+    tokenizer.save(folder / "tokenizer.json")
     question = {"question": "a!!\n", "choices": ["no", "x"], "answer": 0}
     with raises(UsageError, "evaluate.choice_length", "questions.jsonl, question 6"):
         evaluate_choices(folder, write("questions.jsonl", [*QUESTIONS, question]))

@@ -25,10 +25,7 @@ CONTEXT = 24
 TEXTS = (
     "one fish two fish",
     "red fish, blüe fish 1234 and a much longer line of fish\n\n  than the model's context\r\nholds, 鱼很多 fish",
-    "ok",
-    "e\u0301te\u0301, not composed",
-    " starts with a blank",
-    "\nand with a new line <|pad|> inside",
+    *("ok", "e\u0301te\u0301, not composed", " starts with a blank", "\nand with a new line <|pad|> inside"),
 )
 QUESTIONS: list[dict[str, Any]] = [
     {"question": "one fish", "choices": ["two fish", "red", "a fish of many"], "answer": 0},
@@ -90,11 +87,8 @@ def qwen() -> tuple[Any, dict[str, Any]]:
 def ours() -> tuple[Any, dict[str, Any]]:
     merges = [(b"f", b"i"), (b"fi", b"s"), (b"fis", b"h"), (b" ", b"fish")]
     end = "<|endoftext|>"
-    return Tokenizer.from_merges(merges, [end, "<|pad|>"]), {
-        "bos_token": end,
-        "eos_token": end,
-        "eos_token_id": 260,
-    }
+    names = {"bos_token": end, "eos_token": end, "eos_token_id": 260}
+    return Tokenizer.from_merges(merges, [end, "<|pad|>"]), names
 
 
 @pytest.fixture(params=[("Llama", llama), ("Qwen2", qwen), ("Llama", ours)], ids=["llama", "qwen", "ours"])

@@ -117,9 +117,6 @@ def test_a_page_replaces_no_file_of_its_runs(name, make_run, terminal):
     run, other = make_run("run"), make_run("other")
     for source in (run / name, other / name):
         before = source.read_bytes()
-        terminal.refuses(
-            *("report", run, "--html", "--beside", other, "--output", source, "--force"),
-            code="output.replaces_source",
-            says=[str(source)],
-        )
+        words = ("report", run, "--html", "--beside", other, "--output", source, "--force")
+        terminal.refuses(*words, code="output.replaces_source", says=[str(source)])
         assert source.read_bytes() == before

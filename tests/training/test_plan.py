@@ -27,12 +27,10 @@ FORMER_STORIES = [  # tinystories as it was measured
 ]
 FORMER_SPEEDRUN = ["optimizer.name=adamw", "train.precision=fp32"]  # as it was measured
 NARROW = ["train.precision=bf16", "model.attention=flash_triton"]
-FORMER_TEXT = [
-    "tokenizer.vocab_size=512",
-    "model.context_length=64",
-    "train.batch_size=16",
-]  # as it was measured
+FORMER_TEXT = ["tokenizer.vocab_size=512", "model.context_length=64", "train.batch_size=16"]  # likewise
 UNTIED = ["model.tie_embeddings=false", "model.activation_checkpointing=attention"]
+SELECTIVE = ["model.activation_checkpointing=selective", "model.activation_gb=6.0"]
+BF16_STATES = 'parallel.options={state_dtype="bf16"}'
 # Recipe, keys -> GB of a step without a CUDA graph (one H200, torch 2.11, 2026-11-27).
 RECIPES = [
     ("quickstart", [], 0.0774),
@@ -48,11 +46,7 @@ RECIPES = [
     ("llama_1b", UNTIED, 28.9057),
     ("llama_1b", [*UNTIED, "model.context_length=2048"], 26.5219),
     ("llama_1b", ["model.activation_checkpointing=block"], 23.0389),
-    (
-        "llama_1b",
-        [*("model.activation_checkpointing=selective", "model.activation_gb=6.0"), "model.num_layers=8"],
-        19.8550,
-    ),
+    ("llama_1b", [*SELECTIVE, "model.num_layers=8"], 19.8550),
 ]
 
 
@@ -93,16 +87,9 @@ def test_the_plan_of_a_recipe_agrees_with_what_an_h200_took(name: str, keys: lis
 @pytest.mark.parametrize(
     ("name", "keys", "gb"),
     [
-        ("course_8b", ['parallel.options={state_dtype="bf16"}'], 48.712),
+        ("course_8b", [BF16_STATES], 48.712),
         ("course_8b", [], 73.092),
-        (
-            "course_8b",
-            [
-                *("model.num_layers=3", "model.activation_checkpointing=none"),
-                'parallel.options={state_dtype="bf16"}',
-            ],
-            24.378,
-        ),
+        ("course_8b", [BF16_STATES, "model.num_layers=3", "model.activation_checkpointing=none"], 24.378),
         ("llama_1b", ["parallel.strategy=fsdp", *UNTIED], 15.189),
         ("tinystories", [*FORMER_STORIES, "parallel.strategy=bucketed"], 1.926),
         ("text_files", [*FORMER_TEXT, "parallel.strategy=fsdp"], 0.0173),
@@ -112,9 +99,7 @@ def test_the_plan_of_a_recipe_agrees_with_what_an_h200_took(name: str, keys: lis
         ("llama_1b", ["parallel.strategy=fsdp"], 31.3316),
     ],
 )
-def test_the_plan_of_several_ranks_agrees_with_what_two_h200_took(
-    name: str, keys: list[str], gb: float
-) -> None:
+def test_the_plan_of_several_ranks_agrees_with_what_two_h200_took(name, keys, gb):
     made = plan(load_recipe(name, keys), H200, ranks=2)
     assert made.memory.peak / 1e9 == pytest.approx(gb, rel=0.01)
 
@@ -152,9 +137,7 @@ def test_the_largest_batch_and_context_fit_and_the_next_do_not() -> None:
     ("strategy", "weights", "state", "gradients"),
     [("bucketed", 1, 1, 1), ("zero1", 1, 1 / 4, 1), ("flat", 1, 1, 2)],
 )
-def test_a_rank_holds_what_the_strategy_says(
-    strategy: str, weights: float, state: float, gradients: float
-) -> None:
+def test_a_rank_holds_what_the_strategy_says(strategy, weights, state, gradients):
     shape, batch_size, *_ = MEASURED["162M"]
     alone = plan(recipe(shape, batch_size), H200).memory
     shared = plan(recipe(shape, batch_size, f"parallel.strategy={strategy}"), H200, ranks=4)

@@ -158,11 +158,8 @@ def test_evaluation_and_generation_compute_in_bf16(tiny):
     model = weights_of(checkpoint).model("cpu")
     assert {p.dtype for p in model.parameters() if p.dim() >= 2} == {torch.bfloat16}
     assert model(torch.zeros(1, 4, dtype=torch.int64)).dtype == torch.bfloat16
-    assert (
-        evaluate_run(recipe.run.path, device="cpu").loss
-        == result.evaluation.loss
-        == losses(recipe, "final")[0][1]
-    )
+    loss = evaluate_run(recipe.run.path, device="cpu").loss
+    assert loss == result.evaluation.loss == losses(recipe, "final")[0][1]
     names = {name.rpartition(".")[2] for name in checkpoint.all_optimizer_shards()[0]}
     assert names == {"step", "exp_avg", "exp_avg_sq", "master"}
 

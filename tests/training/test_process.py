@@ -87,9 +87,7 @@ def test_memory_that_steps_free_is_kept_unless_somebody_set_it(wanted, monkeypat
         (2, 0, "cpu", "1", 1),
     ],
 )
-def test_ranks_share_the_cpus_unless_somebody_set_the_threads(
-    world_size, threads, device, given, expected, monkeypatch
-):
+def test_ranks_share_cpus_unless_threads_are_set(world_size, threads, device, given, expected, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if given is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", given)

@@ -39,10 +39,8 @@ def test_fault_54_steps_are_5_and_5_bit_for_bit(stop, precision, optimizer, tiny
 @pytest.mark.parametrize(
     ("optimizers", "strategies", "precision"),
     [
-        (("adamw", "sgd"), ("none", "none"), "fp32"),
-        (("sgd", "adamw"), ("zero1", "fsdp"), "fp32"),
-        (("muon", "adamw"), ("bucketed", "zero1"), "bf16"),
-        (("adamw", "muon"), ("fsdp", "fsdp"), "bf16"),
+        *((("adamw", "sgd"), ("none", "none"), "fp32"), (("sgd", "adamw"), ("zero1", "fsdp"), "fp32")),
+        *((("muon", "adamw"), ("bucketed", "zero1"), "bf16"), (("adamw", "muon"), ("fsdp", "fsdp"), "bf16")),
     ],
 )
 def test_fault_171_another_optimizer_takes_over_no_state(optimizers, strategies, precision, tiny, capsys):
@@ -283,9 +281,8 @@ def test_going_on_from_a_saved_checkpoint_equals_never_having_stopped(name, plac
         out.seek(0)
     assert load_checkpoint(out, other, resumed) == 3
     assert resumed.param_groups[0]["lr"] == 0.05
-    assert [type(value) for value in resumed.defaults.values()] == [
-        type(value) for value in optimizer.defaults.values()
-    ]
+    kinds, found = ([*map(type, each.defaults.values())] for each in (optimizer, resumed))
+    assert found == kinds
     take_steps(other, resumed, 2, seed=2)
     for key, value in model_weights(model).items():
         assert torch.equal(value, model_weights(other)[key]), key

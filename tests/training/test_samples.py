@@ -23,10 +23,7 @@ def writing(tiny: Tiny, tmp_path: Path, token_files: tuple[Path, Path]) -> Tiny:
     path = tmp_path / "tokenizer.json"
     Tokenizer.from_merges([], ["<|endoftext|>"]).save(path)
     options = (
-        "optimizer.lr=0.3",
-        "model.vocab_size=257",
-        "data.source=random",
-        f'tokenizer.path="{path}"',
+        *("optimizer.lr=0.3", "model.vocab_size=257", "data.source=random", f'tokenizer.path="{path}"'),
         "generate.max_new_tokens=12",
     )
     return lambda *more: tiny(*options, PROMPTS, "train.sample_interval=2", "train.steps=6", *more)

@@ -105,11 +105,8 @@ def test_a_time_box_ends_the_run_at_the_end_of_its_schedule(tiny):
     metrics.write_text("".join(kept))
     assert "only the last evaluation is left" in plan(recipe).status
     again = train_here(recipe)
-    assert (again.status, again.step, again.evaluation.loss) == (
-        "finished",
-        first.step,
-        first.evaluation.loss,
-    )
+    expected = ("finished", first.step, first.evaluation.loss)
+    assert (again.status, again.step, again.evaluation.loss) == expected
 
 
 def test_a_trained_model_is_found_and_loaded(tiny):

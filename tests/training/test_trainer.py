@@ -166,11 +166,8 @@ def test_running_ahead_changes_neither_metrics_nor_checkpoints(tiny, monkeypatch
     assert saved(whole) == saved(parts)
 
 
-PLACES = {
-    "step": (Step, "accumulate"),
-    "evaluation": (trainer, "evaluate"),
-    "save": (CheckpointWriter, "save"),
-}
+PLACES = {"step": (Step, "accumulate"), "evaluation": (trainer, "evaluate")}
+PLACES["save"] = (CheckpointWriter, "save")
 
 
 @pytest.mark.parametrize(

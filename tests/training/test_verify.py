@@ -38,13 +38,9 @@ def test_a_whole_run_is_well(run_folder, token_files, monkeypatch):
     result = verify_path(usual)
     assert result.ok, str(result)
     assert "step-00000005" in str(result)
-    for path in (
-        run_folder / "checkpoints" / "step-00000010",
-        run_folder / "recipe.toml",
-        run_folder / "environment.json",
-        token_files[0],
-        token_files[0].with_suffix(".json"),
-    ):
+    names = ("checkpoints/step-00000010", "recipe.toml", "environment.json")
+    files = (token_files[0], token_files[0].with_suffix(".json"))
+    for path in (*(run_folder / name for name in names), *files):
         assert verify_path(path).ok
 
 
@@ -104,9 +100,8 @@ def test_weights_of_another_model_are_named_whatever_the_manifest_says(change, s
 
 
 def test_fault_119_what_another_tokenizer_made_is_named(run_folder, token_files):
-    Tokenizer(vocab={i: bytes([i]) for i in range(256)}, merges=[], special_tokens=()).save(
-        run_folder / "tokenizer.json"
-    )
+    tokenizer = Tokenizer(vocab={i: bytes([i]) for i in range(256)}, merges=[], special_tokens=())
+    tokenizer.save(run_folder / "tokenizer.json")
     (run_folder / "tokens").mkdir()
     for path in (token_files[0], token_files[0].with_suffix(".json")):
         shutil.copy(path, run_folder / "tokens")

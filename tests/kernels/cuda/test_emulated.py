@@ -44,9 +44,8 @@ def emulate(tmp_path, monkeypatch):
 
         monkeypatch.setattr(flash, "library_of", lambda q, build: code)
         monkeypatch.setattr(flash, "run", run)
-        monkeypatch.setattr(
-            sys.modules[attention_function("flash_cuda").__module__], "refuse_unsupported", lambda q: None
-        )
+        module = sys.modules[attention_function("flash_cuda").__module__]
+        monkeypatch.setattr(module, "refuse_unsupported", lambda q: None)
         return code
 
     return compile_and_use
@@ -60,10 +59,9 @@ CASES = [(64, BF16, 90), (96, FP16, 90), (128, BF16, 90), (128, BF16, 80), (80, 
 def test_kernels_equal_the_oracle(emulate, head_dim, dtype, arch):
     code = emulate(head_dim, dtype, arch)
     kernel = attention_function("flash_cuda")
-    for causal, lengths in ((False, (70, 129)), (True, (129, 200)), (True, (200, 40))):
-        inputs = draw_inputs(
-            heads=2, kv_heads=1, queries=lengths[0], keys=lengths[1], head_dim=head_dim, dtype=dtype
-        )
+    for causal, (queries, keys) in ((False, (70, 129)), (True, (129, 200)), (True, (200, 40))):
+        sizes = {"queries": queries, "keys": keys, "head_dim": head_dim}
+        inputs = draw_inputs(heads=2, kv_heads=1, **sizes, dtype=dtype)
         assert faults_of(kernel, reference, *inputs, causal=causal) == []
     assert code.take_conflicts() == 0  # of banks, in ldmatrix
     ascending = run_attention(kernel, *inputs, causal=True)

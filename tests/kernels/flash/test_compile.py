@@ -45,10 +45,8 @@ def cases(head_dim, dtype, precision, aligned):
 )
 def test_first_candidates_stay_in_registers(compile_pass, capability, head_dim):
     chip = (capability // 10, capability % 10)
-    tilings = [
-        candidate_tilings(case, chip)[0]
-        for case in cases(head_dim, torch.bfloat16, "ieee", aligned=capability >= 90)
-    ]
+    shapes = cases(head_dim, torch.bfloat16, "ieee", aligned=capability >= 90)
+    tilings = [candidate_tilings(case, chip)[0] for case in shapes]
     for kernel, report in compile_pass(head_dim, torch.bfloat16, "ieee", tilings, capability).items():
         # A few values that live across the two walks, stored and loaded once.
         assert report.spills <= 64, kernel
@@ -69,9 +67,8 @@ def test_windows_stay_in_registers(compile_pass):
 )
 def test_shipped_tilings_stay_in_registers(compile_pass, dtype, head_dim):
     precision = "bf16x6" if dtype == torch.float32 else "ieee"
-    tilings = [
-        shipped_tiling(case, (9, 0)) for case in cases(head_dim, dtype, precision, dtype == torch.bfloat16)
-    ]
+    shapes = cases(head_dim, dtype, precision, dtype == torch.bfloat16)
+    tilings = [shipped_tiling(case, (9, 0)) for case in shapes]
     for kernel, report in compile_pass(head_dim, dtype, precision, tilings).items():
         # bfloat16 leaves up to 12 bytes and float32 up to 112, by the minor of Triton; twice the rows, more than 600.
         assert report.spills <= 128, kernel

@@ -22,9 +22,8 @@ def launcher(stand_in_gpu, monkeypatch):
     monkeypatch.setattr(last_calls, "prepared", {})
     for name in ("_COUNTERS", "_STOCK"):
         monkeypatch.setattr(modules[0], name, {})
-    monkeypatch.setattr(
-        torch.cuda, "current_stream", lambda device=None: SimpleNamespace(synchronize=lambda: None)
-    )
+    stream = SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
     yield hopper
     for module in modules:
         module._prepare.cache_clear()

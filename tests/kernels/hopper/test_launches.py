@@ -160,9 +160,7 @@ def test_bounds_reach_the_kernels(launcher, stand_in_gpu, head_dim, deterministi
         options = {"causal": True, "scale": 0.125, "first": bounds}
         out, lse = launcher.forward(q, q, q, **options)
         launcher.backward(dout, q, q, q, out, lse, **options, deterministic=deterministic)
-        launches = {
-            function[0]: (grid, arguments) for grid, _, function, *_, arguments in stand_in_gpu.launches
-        }
+        launches = {function[0]: (grid, given) for grid, _, function, *_, given in stand_in_gpu.launches}
         assert launches["forward_kernel"][0][0] == ctas
         assert (bounds.data_ptr() in launches["forward_kernel"][1]) == (bounds is first)
         if deterministic:
