@@ -46,11 +46,9 @@ def without_triton(tmp_path: Path) -> None:
     (tmp_path / "triton.py").write_text("""raise ModuleNotFoundError("No module", name="triton")""")
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("without_triton")
-@pytest.mark.parametrize(
-    "setting",
-    ["model.attention=flash_triton", pytest.param("model.operations=fused", marks=pytest.mark.full)],
-)
+@pytest.mark.parametrize("setting", ["model.attention=flash_triton", "model.operations=fused"])
 def test_without_triton_what_needs_it_is_refused(setting, lmkit, recipe, tmp_path):
     refused = lmkit("train", recipe, "--set", setting)
     assert_refused(refused, "registry.not_installed", setting.partition("=")[2], "pip install triton")

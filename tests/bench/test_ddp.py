@@ -37,7 +37,7 @@ PARALLEL = ParallelConfig()
 CASE = Recipe(parallel=PARALLEL, model=TINY, train=TrainConfig(batch_size=2))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=[pytest.param("two ranks", marks=pytest.mark.full)])
 def measured() -> dict[str, Any]:
     return spawn_ranks(2, ddp_ranks.measure_all)
 

@@ -81,7 +81,7 @@ def test_logits_in_other_dtypes(make_model, dtype):
     assert (logits.double() - exact).norm() < allowed * exact.norm()
 
 
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.full), 2])
 @pytest.mark.parametrize(
     "sampling",
     [

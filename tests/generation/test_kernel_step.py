@@ -22,7 +22,7 @@ pytestmark = [
     ("rows", "lengths", "fields"),
     [
         (1, (17,), {}),
-        (1, (17,), {"weights": "fp8"}),
+        pytest.param(1, (17,), {"weights": "fp8"}, marks=pytest.mark.full),
         (2, (9, 3), {"num_kv_heads": 2, "qk_norm": True, "qkv_bias": True}),
         (2, (9, 3), {"attention_window": 4, "attention": "flash_triton"}),
         pytest.param(17, (1, 9), {"qk_norm": True}, marks=pytest.mark.full),

@@ -93,7 +93,12 @@ def ordinary(call, gpu, monkeypatch):
 
 @pytest.mark.parametrize("run", [forward, backward])
 @pytest.mark.parametrize(
-    "tiling", [POINTERS, COPIED, Tiling(32, 16, 4, 1, apart=True)], ids=["pointers", "copied", "apart"]
+    "tiling",
+    [
+        POINTERS,
+        *(pytest.param(x, marks=pytest.mark.full) for x in (COPIED, Tiling(32, 16, 4, 1, apart=True))),
+    ],
+    ids=["pointers", "copied", "apart"],
 )
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_prepared_launches_are_tritons_own(run, tiling, causal, stand_in_gpu, monkeypatch):

@@ -88,7 +88,9 @@ def test_nothing_spills_and_memory_is_read_in_vectors(ptx, assembled, width, dty
     assert spills == dict.fromkeys((kernel.__name__ for kernel in KERNELS), 0)
 
 
-@pytest.mark.parametrize("width", [512, 2048, 5504, 11008])
+@pytest.mark.parametrize(
+    "width", [2048, *(pytest.param(width, marks=pytest.mark.full) for width in (512, 5504, 11008))]
+)
 def test_casts_compile(assembled, width):
     """Nothing spills, and 16 bytes a thread are read at once."""
     x = torch.zeros(256, width, dtype=torch.bfloat16)

@@ -44,6 +44,7 @@ def test_fault_46_killed_at_random_20_times_and_still_the_same_run(fleet, tiny, 
     assert len(saved(recipe)) == 2
 
 
+@pytest.mark.full
 def test_fault_47_killed_between_the_rename_and_pruning_it_resumes(fleet, tiny, settings):
     often = ("checkpoint.interval=3", "checkpoint.keep_last=1")
     fleet.train(settings(*often, "run.name=whole"))

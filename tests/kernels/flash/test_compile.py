@@ -52,6 +52,7 @@ def test_first_candidates_stay_in_registers(compile_pass, capability, head_dim):
         assert report.spills <= 64, kernel
 
 
+@pytest.mark.full
 def test_windows_stay_in_registers(compile_pass):
     tilings = [shipped_tiling(case, (9, 0)) for case in cases(64, torch.bfloat16, "ieee", True)]
     first = torch.zeros(1, 128, dtype=torch.int32)

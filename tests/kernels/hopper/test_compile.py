@@ -63,9 +63,10 @@ def check(reports, dtype, known=KNOWN_SPILLS):
 
 @pytest.mark.parametrize(
     ("head_dim", "length", "deterministic"),
-    [pytest.param(64, 2048, False, marks=pytest.mark.full), (128, 200, True)],
+    [(64, 2048, False), (128, 200, True)],
     ids=str,
 )
+@pytest.mark.full
 def test_usual_kernels(compile_pass, head_dim, length, deterministic):
     """The kernels of a training step, and the deterministic ones."""
     check(compile_pass(head_dim, length, True, torch.bfloat16, deterministic), torch.bfloat16)
