@@ -89,7 +89,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
         texts = {"a.txt": "\ufeffab\ufeff"} | ({} if one_file else more)
         tokens, _, num_bytes = encoded(tmp_path, texts, framed())
         assert tokens[:6] == [*"ab\ufeff".encode(), 257]
-        assert num_bytes == 5 if one_file else 9
+        assert num_bytes == (5 if one_file else 9)
 
 
 def test_letters_of_another_tokenizers_mark_are_told(tmp_path, caplog):
