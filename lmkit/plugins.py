@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
 import traceback
 from pathlib import Path
@@ -44,19 +45,27 @@ def load_plugin(path: Path) -> None:
 def plugin_error(error: BaseException) -> LmkitError | None:
     """Return an error that a plugin's code raised as one line that names the plugin's entry, file and line; None for
     errors of other code, and for what ends a program."""
+    if isinstance(error, KeyboardInterrupt | SystemExit):
+        return None
+    entries = [(registry, entry) for registry in REGISTRIES for entry in registry.entries.values()]
     walked = traceback.walk_tb(error.__traceback__)
     frames = [(frame, line) for frame, line in walked if Path(frame.f_code.co_filename) in PLUGINS]
-    if not frames or isinstance(error, KeyboardInterrupt | SystemExit):
+    if not frames:  # Python names a function that refuses its arguments, and runs none of it
+        refused = re.match(r"(?:.*\.)?(\w+)\(\) (?:takes|got|missing) ", str(error))
+        for registry, entry in entries if isinstance(error, TypeError) else ():
+            if refused and entry.attribute == refused[1] and Path(entry.file) in PLUGINS:
+                message = f"{registry.noun} {entry.name!r}: {entry.file}: {first_line(error)}"
+                return LmkitError("plugin.raised", message, hint="CONTRIBUTING.md shows its arguments")
         return None
     called = {
         (frame.f_globals["__name__"], name)
         for frame, _ in frames
         for name in (frame.f_code.co_name, type(frame.f_locals.get("self")).__name__)
     }
-    entries = [(registry, entry) for registry in REGISTRIES for entry in registry.entries.values()]
     nouns = [f"{r.noun} {e.name!r}: " for r, e in entries if (e.module, e.attribute) in called]
     frame, line = frames[-1]
-    where = f"{''.join(nouns[:1])}{frame.f_code.co_filename}:{line}"
+    # Several of one name, as a function in a function makes them, are not told apart.
+    where = f"{nouns[0] if len(nouns) == 1 else ''}{frame.f_code.co_filename}:{line}"
     return LmkitError("plugin.raised", f"{where}: {first_line(error)}", hint="for the traceback: --debug")
 
 

@@ -128,6 +128,23 @@ def test_what_a_schedule_returns_is_checked(returned):
         learning_rate(OptimizerConfig(schedule="my_schedule"), 10)(0, None)
 
 
+@pytest.mark.parametrize(
+    ("setting", "entry"),
+    [
+        ("optimizer.schedule=my_schedule", "schedule 'my_schedule'"),
+        ("model.attention=my_kernel", "attention kernel 'my_kernel'"),
+    ],
+)
+def test_a_function_that_takes_other_arguments_is_named(plugin, setting, entry, terminal):
+    plugin.write_text(
+        "from lmkit.registry import ATTENTION, SCHEDULES\n"
+        "@SCHEDULES.register('my_schedule')\ndef schedule(step):\n    return 0.1\n"
+        "@ATTENTION.register('my_kernel')\ndef kernel(q, k, v):\n    return q\n"
+    )
+    command = f"train tiny.toml --set {setting} --plugin {plugin}"
+    terminal.refuses(command, code="plugin.raised", says=[entry, str(plugin), "argument"], exit_code=1)
+
+
 def test_an_optimizer_whose_step_needs_a_closure_is_named(plugin, terminal):
     plugin.write_text(RETURNS.format(returned="torch.optim.LBFGS(groups[0]['params'])"))
     command = f"train tiny.toml --set optimizer.name=my_optimizer --plugin {plugin}"

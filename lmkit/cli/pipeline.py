@@ -460,11 +460,14 @@ class Pipeline:
     def save_recipe(self) -> None:
         """Write the recipe into the run folder, unless the model there was trained for more steps."""
         trained = 0 if self.newest is None else int(self.newest.name[len("step-") :])
-        if trained <= self.train.steps or self.train.epochs or not (self.folder / run_folder.RECIPE).exists():
+        steps = self.train.steps
+        if self.train.epochs:  # the training knows how many steps they are
+            steps = run_folder.object_in(self.folder / "training.json").get("steps", trained)
+        if trained <= steps or not (self.folder / run_folder.RECIPE).exists():
             save_recipe(self.recipe)
         else:
             said = "train.steps = %d: the run was trained to step %d; it keeps this model and its recipe"
-            log.warning(said, self.train.steps, trained)
+            log.warning(said, steps, trained)
 
 
 def _make_corpus(run: Pipeline) -> Outputs:

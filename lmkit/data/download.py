@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from lmkit.errors import LmkitError, reason
+from lmkit.plugins import wrong_result
 from lmkit.registry import DATASETS
 from lmkit.storage.atomic import PARTIAL_SUFFIX, FolderLock, atomic_path, naming, sha256_file, write_atomic
 from lmkit.storage.inputs import open_input, read_input
@@ -98,8 +99,9 @@ def download_dataset(
             changed since it was fetched ("download.changed"); the disk refuses ("download.disk").
     """
     if isinstance(dataset, str):
-        dataset = DATASETS.load(dataset)()
-        assert isinstance(dataset, Dataset)
+        name, dataset = dataset, DATASETS.load(dataset)()
+        if not isinstance(dataset, Dataset):
+            raise wrong_result(DATASETS, name, f"{type(dataset).__name__}, no Dataset")
     folder = Path(folder)
     refuse_unwritable(folder, option="--folder; in a recipe corpus.folder")
     report = progress or (lambda stage, done, total: None)

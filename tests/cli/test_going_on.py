@@ -39,9 +39,10 @@ def test_fault_106_run_after_a_longer_train_takes_its_model(run, terminal):
     assert set(json.loads(terminal("run fish.toml --json"))["stages"].values()) == {"up to date"}
 
 
-def test_fault_150_a_run_with_fewer_steps_keeps_the_recipe_of_its_model(run, terminal):
+@pytest.mark.parametrize("fewer", ["train.steps=1", "train.epochs=0.001"])
+def test_fault_150_a_run_with_fewer_steps_keeps_the_recipe_of_its_model(run, terminal, fewer):
     before = (run / "recipe.toml").read_text()
-    assert json.loads(terminal("run fish.toml --set train.steps=1 --json"))["steps"] == 2
+    assert json.loads(terminal(f"run fish.toml --set {fewer} --json"))["steps"] == 2
     assert "train.steps" in terminal.err
     assert (run / "recipe.toml").read_text() == before
 

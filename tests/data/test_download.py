@@ -280,6 +280,12 @@ def fables():
 """
 
 
+def test_what_a_dataset_from_outside_returns_is_checked(tmp_path):
+    DATASETS.register("odd")(dict)
+    with raises(LmkitError, "plugin.returned", "dataset 'odd'", "dict, no Dataset"):
+        download_dataset("odd", tmp_path)
+
+
 def test_a_dataset_from_outside_serves_recipes_and_the_command_line(site, tmp_path, capsys):
     (tmp_path / "fables.py").write_text(PLUGIN.format(url=site.url))
     load_plugin(tmp_path / "fables.py")
