@@ -41,7 +41,8 @@ class Journal:
 
 
 def storable(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row in JSON types: tensors of one element as numbers, paths as text; another value fails the row."""
+    """Return a row in JSON types: tensors of one element as numbers, paths as text; another value, or text
+    that is not Unicode, fails the row."""
     if not isinstance(row, Mapping):
         raise LmkitError("bench.not_a_row", f"a bench returned a {type(row).__name__} as a row, not a dict")
     found: dict[str, Any] = {}
@@ -52,7 +53,7 @@ def storable(row: Mapping[str, Any]) -> dict[str, Any]:
         elif getattr(value, "shape", None) == ():
             value = value.item()
         try:
-            found[key] = json.loads(json.dumps(value))
+            found[str(key)] = json.loads(json.dumps(value, ensure_ascii=False).encode())
         except (TypeError, ValueError) as error:
             fault = {"status": "failed", "detail": f"{key}: {first_line(error)}"}
     return found | fault

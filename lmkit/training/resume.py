@@ -196,12 +196,9 @@ def _load_into_whole(optimizer: torch.optim.Optimizer, model: nn.Module, whole: 
         restored = {} if kept is None else {MASTER: kept}  # of `load_masters`
         for key, value in whole[name].items():
             is_number = value.dim() == 0 and value.dtype in (torch.int64, torch.float64)
-            if value.dim() and value.numel() != parameter.numel():
-                found, wanted = value.numel(), parameter.numel()
-                raise ValueError(f"{name}.{key} has {found} elements, the parameter {wanted}")
-            # It may be flat.
-            shaped = value.reshape(parameter.shape) if value.dim() else value
-            restored[key] = value.item() if is_number else shaped.clone()
+            if value.dim() and value.numel() == parameter.numel():  # it may be flat
+                value = value.reshape(parameter.shape)
+            restored[key] = value.item() if is_number else value.clone()
         if MASTER in whole[name]:
             with torch.no_grad():
                 parameter.copy_(restored[MASTER])
@@ -209,12 +206,12 @@ def _load_into_whole(optimizer: torch.optim.Optimizer, model: nn.Module, whole: 
                 del restored[MASTER]
         dtype = restored.get(MASTER, parameter).dtype
         device = getattr(optimizer, "state_device", parameter.device)
-        optimizer.state[parameter] = {
-            key: value.to(device, dtype)
-            if isinstance(value, torch.Tensor) and value.shape == parameter.shape
-            else value
-            for key, value in restored.items()
-        }
+        for key, value in restored.items():  # factored states have another shape, and their own dtype
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                restored[key] = value.to(device, dtype)
+            elif isinstance(value, torch.Tensor) and value.dim():
+                restored[key] = value.to(device)
+        optimizer.state[parameter] = restored
 
 
 def _held(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[nn.Parameter, str]:
@@ -647,11 +644,11 @@ def save_checkpoint(
             raise ValueError("this optimizer holds one shard of several; lmkit train saves all of them")
         tensors |= {f"optimizer.{name}": value for name, value in optimizer_tensors(optimizer, model).items()}
         metadata["layout"] = json.dumps(layout)
-        metadata["groups"] = json.dumps(
-            [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-        )
-    # clone: entries may share memory with one another, which the format does not allow
-    content = safetensors.torch.save({name: value.clone() for name, value in tensors.items()}, metadata)
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        metadata["groups"] = json.dumps(groups, default=float)  # a learning rate may be a tensor
+    # The format allows neither entries that share memory nor strides.
+    tensors = {name: value.clone(memory_format=torch.contiguous_format) for name, value in tensors.items()}
+    content = safetensors.torch.save(tensors, metadata)
     if isinstance(out, str | os.PathLike):
         write_atomic(out, content)
     else:

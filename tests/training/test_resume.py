@@ -262,6 +262,7 @@ OPTIMIZERS: dict[str, Make] = {
     "ours": lambda model: AdamW(decay_groups(model.parameters(), 0.1)),
     "torch": lambda model: torch.optim.AdamW(model.parameters()),
     "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+    "factored": lambda model: torch.optim.Adafactor(model.parameters()),  # states of rows and columns
 }
 
 
@@ -289,6 +290,15 @@ def test_going_on_from_a_saved_checkpoint_equals_never_having_stopped(name, plac
     after = optimizer_tensors(resumed, other)
     for key, value in optimizer_tensors(optimizer, model).items():
         assert torch.equal(value, after[key]), key
+
+
+def test_strided_weights_and_a_tensor_as_learning_rate_are_saved(tmp_path):
+    model, other = (nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last) for _ in range(2))
+    save_checkpoint(model, torch.optim.Adam(model.parameters(), lr=torch.tensor(0.25)), 3, tmp_path / "c")
+    optimizer = torch.optim.Adam(other.parameters())
+    assert load_checkpoint(tmp_path / "c", other, optimizer) == 3
+    assert torch.equal(other.weight, model.weight)
+    assert optimizer.param_groups[0]["lr"] == 0.25
 
 
 def test_a_checkpoint_without_optimizer_and_one_on_a_sharded_one(tmp_path):
