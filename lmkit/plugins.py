@@ -64,7 +64,7 @@ def plugin_error(error: BaseException) -> LmkitError | None:
     }
     nouns = [f"{r.noun} {e.name!r}: " for r, e in entries if (e.module, e.attribute) in called]
     frame, line = frames[-1]
-    # Several of one name, as a function in a function makes them, are not told apart.
+    # A function that registers others gives all of them one name: the entry that raised is not known.
     where = f"{nouns[0] if len(nouns) == 1 else ''}{frame.f_code.co_filename}:{line}"
     return LmkitError("plugin.raised", f"{where}: {first_line(error)}", hint="for the traceback: --debug")
 

@@ -51,20 +51,18 @@ def log_to_stderr() -> None:
     """Send the log of library code (logger "lmkit") to stderr as plain lines."""
     import logging  # 9 ms
 
-    lines = logging.Handler()
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            text = harmless(self.format(record), sys.stderr)
+            if record.levelno >= logging.WARNING:
+                text = f"{record.levelname.lower()}: {text}"
+            with suppress(OSError, ValueError):  # stderr is full or closed
+                print(text, file=sys.stderr, flush=True)  # above a bar while one is drawn
 
-    def emit(record: logging.LogRecord) -> None:
-        text = harmless(lines.format(record), sys.stderr)
-        if record.levelno >= logging.WARNING:
-            text = f"{record.levelname.lower()}: {text}"
-        with suppress(OSError, ValueError):  # stderr is full or closed
-            print(text, file=sys.stderr, flush=True)  # above a bar while one is drawn
-
-    lines.emit = emit  # type: ignore[method-assign]
     log = logging.getLogger("lmkit")
     log.setLevel(logging.INFO)
     log.propagate = False
-    log.handlers = [lines]
+    log.handlers = [Lines()]
 
 
 @contextmanager

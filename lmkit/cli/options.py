@@ -201,8 +201,8 @@ def command_of(
                 values[name] = in_home(value)
             elif isinstance(value, list) and value and isinstance(value[0], Path):
                 values[name] = list(map(in_home, value))
-        values["flags"] = dict(zip(names.values(), map(values.get, names), strict=True))
-        result = function(**dict(zip(own, map(values.get, own), strict=True)))
+        values["flags"] = {key: values.get(option_name) for option_name, key in names.items()}
+        result = function(**{own_name: values.get(own_name) for own_name in own})
         if result is not None:
             from lmkit.cli.console import show
 

@@ -76,7 +76,7 @@ def follow() -> str:
 def alone() -> Iterator[None]:
     """Hide the environment of torchrun: the code inside runs in one process and waits for no other rank."""
     names = os.environ.keys() & {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
-    hidden = dict(zip(names, map(os.environ.pop, names), strict=True))
+    hidden = {name: os.environ.pop(name) for name in names}
     try:
         yield
     finally:

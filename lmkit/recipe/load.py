@@ -13,7 +13,6 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from itertools import repeat
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -277,7 +276,7 @@ def validate(raw: Mapping[str, Any], *, origin: str, resolved: bool = False, ben
             mistakes.append(("wrong_value", f"{name}: {wrong}"))
     # The checks see the defaults of a table that the recipe leaves out, and no table that has mistakes.
     candidates = tables | {name: Recipe.model_fields[name].default for name in TABLES if name not in raw}
-    mistakes += zip(repeat("conflict"), conflicts(candidates, resolved=resolved))
+    mistakes += [("conflict", complaint) for complaint in conflicts(candidates, resolved=resolved)]
     if mistakes:
         bench = re.search(r"\bbench\.(\w+)", mistakes[0][1])
         examples = shipped_with(f"bench.{bench[1]}") if bench else []

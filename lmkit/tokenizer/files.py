@@ -202,7 +202,7 @@ def load_json(path: Path) -> dict[str, Any]:
             hint = "lmkit reads byte-level BPE with the words of GPT-2, Llama 3, Qwen2 or SmolLM"
             raise UsageError("tokenizer.unsupported", f"{path}: not supported: {fields}", hint=hint)
         names = model["vocab"]
-        tokens = dict(zip(names, map(_token, names), strict=True))
+        tokens = {name: _token(name) for name in names}
         merges = read_merges(model["merges"], tokens)
         added = {}
         for described in given:

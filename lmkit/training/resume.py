@@ -26,7 +26,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
 from dataclasses import dataclass, fields
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
 from typing import IO, Any
 
@@ -459,7 +458,7 @@ def prune(folder: Path, losses: dict[int, float | None], *, keep_last: int, keep
             kept.add(step)
     good = [step for step, _ in saved if step in losses]
     rated = [(loss, step) for step in good if (loss := losses[step]) is not None]
-    kept.update(good[-keep_last:], map(itemgetter(1), sorted(rated)[:keep_best]))
+    kept.update(good[-keep_last:], (step for _, step in sorted(rated)[:keep_best]))
     doomed = [path for step, path in saved if step not in kept and good and step < good[-keep_last:][0]]
     for path in doomed:
         remove_folder(path)
@@ -491,8 +490,8 @@ def open_folder(recipe: Recipe, hold: Callable[[], object]) -> tuple[Path | None
     if checkpoints.is_dir():
         removed += clean_leftovers(checkpoints)
     path, skipped = choose_start(recipe)
-    notes = list(map("removed {}, left by a session that was killed".format, removed))
-    notes += map("skipped {}".format, skipped)
+    notes = [f"removed {left}, left by a session that was killed" for left in removed]
+    notes += [f"skipped {why}" for why in skipped]
     # The steps since are made again: their checkpoints would replace the damaged ones, of which parts may be whole.
     for saved in reversed(saved_steps(checkpoints)) if skipped else ():
         if saved.path == path:
