@@ -18,9 +18,22 @@ nox.options.sessions = ["lint", "types", "tests", "interpreter"]
 # Two processes; the tests of a file share its fixtures.
 _PARALLEL = ("-n", "2", "--dist", "loadfile")
 
+INTERPRETED = (
+    "tests/attention",
+    "tests/bench/test_attention_ablations.py",
+    "tests/generation",
+    "tests/kernels",
+)
+"""Where the tests of the interpreter are: to collect the others would take longer than these run."""
+
 
 def _python(session: nox.Session, *arguments: str, **environment: str) -> None:
     session.run(sys.executable, "-m", *arguments, external=True, env={**os.environ, **environment})
+
+
+def _interpret(session: nox.Session, marked: str) -> None:
+    chosen = session.posargs or INTERPRETED
+    _python(session, "pytest", *_PARALLEL, "-m", marked, *chosen, TRITON_INTERPRET="1")
 
 
 @nox.session
@@ -48,23 +61,13 @@ def tests(session: nox.Session) -> None:
 def full(session: nox.Session) -> None:
     """The rest that needs no GPU: process faults, fuzzing, long ranks, all interpreted kernels."""
     _python(session, "pytest", *_PARALLEL, "-m", "full and not interpreter", *session.posargs)
-    _python(
-        session, "pytest", *_PARALLEL, "-m", "full and interpreter", *session.posargs, TRITON_INTERPRET="1"
-    )
+    _interpret(session, "full and interpreter")
 
 
 @nox.session
 def interpreter(session: nox.Session) -> None:
     """A few Triton kernels on the CPU. The variable must be set before triton is imported: a process of its own."""
-    _python(
-        session,
-        "pytest",
-        *_PARALLEL,
-        "-m",
-        "interpreter and not full",
-        *session.posargs,
-        TRITON_INTERPRET="1",
-    )
+    _interpret(session, "interpreter and not full")
 
 
 @nox.session

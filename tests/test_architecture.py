@@ -222,3 +222,17 @@ def test_rooms_keep_their_budgets():
 @cache
 def _parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text("utf-8"))
+
+
+def test_the_sessions_of_the_interpreter_collect_every_test_for_it():
+    root = PACKAGE.parent
+    assigned = [node for node in _parse(root / "noxfile.py").body if isinstance(node, ast.Assign)]
+    (listed,) = [node.value for node in assigned if ast.unparse(node.targets[0]) == "INTERPRETED"]
+    places = [root / name for name in ast.literal_eval(listed)]
+    marked = [
+        path
+        for path in root.glob("tests/**/test_*.py")
+        if re.search(r"mark\.interpreter", path.read_text("utf-8"))
+    ]
+    assert marked
+    assert [path for path in marked if not any(path.is_relative_to(place) for place in places)] == []

@@ -27,6 +27,7 @@ def measure(nproc=1, output=None, progress=None, **keys):
     return stored
 
 
+@pytest.mark.full
 def test_kernels_train_alike_and_every_file_is_there(run_bench):
     kernels = ["reference", "vectorized", "flash_torch", "sdpa"]
     result = run_bench("lm_matrix", kernels=kernels, strategies=["none", "flat"], **SMALL)
@@ -128,6 +129,7 @@ def test_it_trains_on_a_token_file(run_bench, tmp_path):
         measure(output=tmp_path, kernels=["sdpa"], tokens=str(path), **SMALL)
 
 
+@pytest.mark.full
 def test_it_trains_on_the_bytes_of_a_text(run_bench, tmp_path):
     text = tmp_path / "a.txt"
     text.write_text("abcd" * 500)

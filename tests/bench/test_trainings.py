@@ -25,11 +25,16 @@ BENCHES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("bench", "kernel"),
     [
-        *(("step", "backward_halves_later"), ("model", "mask_too_wide"), ("lm_matrix", "mask_too_wide")),
+        *(("step", "backward_halves_later"), ("model", "mask_too_wide")),
         *(
             pytest.param(bench, kernel, marks=pytest.mark.full)
             for bench, kernel in (
-                *(("step", "mask_too_wide"), ("step", "nan_later"), ("lm_matrix", "nan_later")),
+                *(
+                    ("step", "mask_too_wide"),
+                    ("step", "nan_later"),
+                    ("lm_matrix", "nan_later"),
+                    ("lm_matrix", "mask_too_wide"),
+                ),
                 *(("model", "backward_halves_later"), ("lm_matrix", "backward_halves_later")),
                 ("model", "halves_later"),
             )

@@ -21,7 +21,7 @@ pytestmark = [
 @pytest.mark.parametrize(
     ("rows", "lengths", "fields"),
     [
-        (1, (17,), {}),
+        pytest.param(1, (17,), {}, marks=pytest.mark.full),
         pytest.param(1, (17,), {"weights": "fp8"}, marks=pytest.mark.full),
         (2, (9, 3), {"num_kv_heads": 2, "qk_norm": True, "qkv_bias": True}),
         (2, (9, 3), {"attention_window": 4, "attention": "flash_triton"}),

@@ -84,17 +84,14 @@ def prepare_all(
     ]
 
 
-FAST = (("162M", torch.bfloat16, False, 16),)
-ALL = (
+CASES = (
     *((name, torch.bfloat16, fp8, rows) for name in SHAPES for fp8 in (False, True) for rows in (1, 16)),
     *(("162M", torch.float32, False, rows) for rows in (1, 16)),
 )
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "fp8", "rows"),
-    [case if case in FAST else pytest.param(*case, marks=pytest.mark.full) for case in ALL],
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "dtype", "fp8", "rows"), CASES)
 def test_no_tile_spills_and_weights_come_early_in_vectors(prepare_step, assembled, name, dtype, fp8, rows):
     for kernel, code in prepare_step(SHAPES[name], rows, dtype, fp8=fp8):
         before, wait, _ = code.partition("griddepcontrol.wait")

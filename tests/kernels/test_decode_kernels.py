@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from marking import full_but
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -9,12 +10,11 @@ import decode_checks as checks
 import decode_draw_checks as draws
 
 pytestmark = pytest.mark.interpreter
-FP16 = pytest.param(torch.float16, marks=pytest.mark.full)
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, FP16], ids=str)
+DTYPES = pytest.mark.parametrize("dtype", full_but([torch.float32], [torch.float32, torch.float16]), ids=str)
 
 
 @DTYPES
-@pytest.mark.parametrize("case", checks.PRODUCTS, ids=str)
+@pytest.mark.parametrize("case", full_but(checks.PRODUCTS[::3], checks.PRODUCTS), ids=str)
 def test_products(case, dtype):
     checks.check_product(case, dtype, "cpu")
 
@@ -26,7 +26,7 @@ def test_faults_of_products_are_seen(case):
 
 
 @DTYPES
-@pytest.mark.parametrize("case", checks.ATTENDS, ids=str)
+@pytest.mark.parametrize("case", full_but(checks.ATTENDS[::4], checks.ATTENDS), ids=str)
 def test_attention(case, dtype):
     checks.check_attend(case, dtype, "cpu")
 
@@ -37,13 +37,7 @@ def test_faults_of_attention_are_seen(case):
     checks.check_attend_faults_are_seen(case, "cpu")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in ("greedy", "all", "top-p") else pytest.param(name, marks=pytest.mark.full)
-        for name in draws.SAMPLINGS
-    ],
-)
+@pytest.mark.parametrize("name", full_but(["greedy", "all", "top-p"], draws.SAMPLINGS))
 def test_draws(name):
     draws.check_advance(name, "cpu")
 

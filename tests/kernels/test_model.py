@@ -38,9 +38,9 @@ def assert_equal_gradients(fused: TransformerLM, plain: TransformerLM, tolerance
 @pytest.mark.parametrize(
     "fields",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.full),
         {"num_kv_heads": 1, "tie_embeddings": True},
-        {"activation_checkpointing": "block", "attention": "sdpa"},
+        pytest.param({"activation_checkpointing": "block", "attention": "sdpa"}, marks=pytest.mark.full),
         pytest.param({"qk_norm": True, "num_kv_heads": 1}, marks=pytest.mark.full),
         pytest.param({"qk_norm": True, "activation_checkpointing": "attention"}, marks=pytest.mark.full),
         {"qk_norm": True, "activation_checkpointing": "block", "attention": "sdpa"},

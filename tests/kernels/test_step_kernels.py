@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from marking import full_but
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -10,7 +11,9 @@ import step_checks as checks
 pytestmark = pytest.mark.interpreter
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", full_but([torch.float32], [torch.float32, torch.float16, torch.bfloat16]), ids=str
+)
 @pytest.mark.parametrize("name", checks.CASES)
 def test_results_and_gradients(name, dtype):
     checks.check_case(name, dtype, "cpu")
@@ -21,11 +24,13 @@ def test_faults_are_seen(name):
     checks.check_faults_are_seen(name, "cpu")
 
 
-@pytest.mark.parametrize("name", checks.CASES)
+@pytest.mark.parametrize("name", full_but(["norm", "rope", "swiglu", "embedding"], checks.CASES))
 def test_any_layout(name):
     checks.check_layouts(name, "cpu")
 
 
-@pytest.mark.parametrize("name", checks.CHECKS)
+@pytest.mark.parametrize(
+    "name", full_but({*checks.CHECKS} - {"cross_entropy_scales_float16_late"}, checks.CHECKS)
+)
 def test_fused(name):
     checks.CHECKS[name]("cpu")

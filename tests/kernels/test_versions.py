@@ -31,6 +31,7 @@ assert "lmkit.kernels.hopper.forward" not in sys.modules
 """
 
 
+@pytest.mark.full
 def test_an_unknown_minor_takes_the_portable_kernels_and_says_why():
     run = subprocess.run([sys.executable, "-c", UNKNOWN_MINOR], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr

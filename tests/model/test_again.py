@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from functorch.compile import make_boxed_func
+from marking import full_but
 from switches import ALL_SWITCHES
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -86,7 +87,9 @@ ignore_dynamo = pytest.mark.filterwarnings(
 
 
 @ignore_dynamo
-@pytest.mark.parametrize("fields", [{}, KEPT[1], ALL_SWITCHES | KEPT[4]], ids=str)
+@pytest.mark.parametrize(
+    "fields", full_but([ALL_SWITCHES | KEPT[4]], [{}, KEPT[1], ALL_SWITCHES | KEPT[4]]), ids=str
+)
 @pytest.mark.parametrize("how", ["block", pytest.param("whole", marks=pytest.mark.full)])
 def test_a_compiled_model_has_the_same_names_and_numbers(make_model, how, fields):
     torch.compiler.reset()
@@ -106,7 +109,9 @@ def test_a_compiled_model_has_the_same_names_and_numbers(make_model, how, fields
 
 
 @ignore_dynamo
-@pytest.mark.parametrize(("keep", "again"), [("attention", 3), ("qkv", 2), ("products", 0)])
+@pytest.mark.parametrize(
+    ("keep", "again"), full_but([("attention", 3)], [("attention", 3), ("qkv", 2), ("products", 0)])
+)
 def test_the_compiler_keeps_what_blocks_keep(make_model, keep, again):
     """A compiled rival computes as many matrix products again as a strategy whose blocks are not compiled."""
     torch.compiler.reset()

@@ -18,7 +18,9 @@ from lmkit.recipe.tables import ParallelConfig
 from lmkit.registry import STRATEGIES
 
 LATER = re.compile(  # on four ranks, in the full session
-    "by the other gather: (?!joined|late|traffic|zero1 weights)|fsdp module: tiny, torch.float16|.*compiled"
+    "by the other gather: (?!joined|traffic|zero1 weights)|fsdp module: tiny, torch.float16|.*compiled"
+    "|late gradients: (?!overlap, our_adamw, True|bucketed, adamw|zero1, adamw, True)|muon of shards.*, False"
+    "|fsdp of blocks: (block|selective), |fsdp dtypes: (fp32|bf16, fp32)|peers wait for one another: zero1"
 )
 CHECKS = [name for name in rank_checks.CHECKS if not LATER.match(name)]
 # Sums over more than two ranks depend on the order, shards cross more borders: what could differ there.
@@ -31,7 +33,7 @@ PREFIXES = (
 FOUR_RANKS = [
     name
     for name in rank_checks.CHECKS
-    if name.startswith(PREFIXES) or (name.startswith("joined batch") and ", 2, " in name)
+    if name.startswith(PREFIXES) or (name.startswith("joined batch") and ", 2, " in name) or LATER.match(name)
 ]
 
 

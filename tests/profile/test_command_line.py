@@ -19,14 +19,16 @@ def path_without_nsys(tmp_path, monkeypatch):
     return folder
 
 
-def test_without_nsys_auto_takes_kineto_and_a_forced_nsys_is_wrong_use(
-    lmkit, terminal, recipe, path_without_nsys, tmp_path
-):
+def test_a_forced_nsys_that_is_missing_is_wrong_use(terminal, recipe, path_without_nsys, tmp_path):
     forced = ("profile", "nsys", recipe, "--engine", "nsys", "--output", "out")
     assert "--engine kineto" in terminal.refuses(*forced, code="nsys.missing").hint
     command = "profile nsys --output out -- sh -c true"
     assert "lmkit profile kineto RECIPE" in terminal.refuses(command, code="nsys.missing").hint
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.full
+def test_without_nsys_auto_takes_kineto(lmkit, recipe, path_without_nsys, tmp_path):
     auto = lmkit("profile", "nsys", recipe, "--steps", "1", "--output", "out")
     (line,) = auto.stderr.splitlines()  # and no lines of the profiler's own
     assert (auto.returncode, "profiling with kineto" in line) == (0, True)

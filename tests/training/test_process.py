@@ -65,7 +65,8 @@ with numerics(RunConfig(threads=1), Ranks()):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a setting of glibc")
-@pytest.mark.parametrize("wanted", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("wanted", [True, False])
 def test_memory_that_steps_free_is_kept_unless_somebody_set_it(wanted, monkeypatch):
     for variable in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_"):
         monkeypatch.delenv(variable, raising=False)

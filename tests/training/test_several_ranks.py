@@ -2,10 +2,10 @@
 
 import re
 import signal
-from typing import Any
 
 import pytest
 import torch
+from marking import full_except
 from processes import TIMEOUT_S, ends
 from run_folders import PACKED, assert_same_tensors, losses, newest, saved
 from safetensors.torch import load_file
@@ -19,12 +19,6 @@ full = pytest.mark.full
 # Relative tolerance between different numbers of ranks: the same float32 numbers summed in another order are a few
 # units in the last place (6e-8) apart, which ten updates hardly amplify.
 SAME = 2e-6
-
-
-def full_except(first: Any, *others: Any) -> list[Any]:
-    """The first case in every session, the others in the full one."""
-    later = [other if isinstance(other, tuple) else (other,) for other in others]
-    return [first, *(pytest.param(*other, marks=full) for other in later)]
 
 
 def assert_same_losses(left: Recipe, right: Recipe, kinds=("train",), *, rel: float = SAME) -> None:

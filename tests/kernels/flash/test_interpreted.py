@@ -8,6 +8,7 @@ float32 and float16 only: the interpreter multiplies the raw bits of bfloat16. b
 import pytest
 import torch
 from attention_oracle import faults_of
+from marking import full_but
 from raising import raises
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -50,7 +51,7 @@ def firsts(queries):
     }
 
 
-@pytest.mark.parametrize("name", firsts(90))
+@pytest.mark.parametrize("name", full_but(["both"], firsts(90)))
 @pytest.mark.parametrize(
     ("rows", "columns", "options"),
     [(32, 32, {}), pytest.param(16, 64, {"apart": True}, marks=pytest.mark.full),
@@ -93,7 +94,7 @@ def test_any_head_dim(head_dim, split, with_tiling, random_inputs):
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("head_dim", [32, 40])
+@pytest.mark.parametrize("head_dim", full_but([40], [32, 40]))
 def test_tensor_descriptors(head_dim, causal, with_tiling, random_inputs):
     inputs = random_inputs(heads=4, kv_heads=2, queries=65, keys=50, head_dim=head_dim, dtype=torch.float16)
     attention = with_tiling(32, 16, descriptors=True)

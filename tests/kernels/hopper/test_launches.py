@@ -55,6 +55,7 @@ def test_odd_strides_are_refused():
     assert suits_tma(torch.zeros(2, 4, 100, 72, dtype=half)[..., 8:])
 
 
+@pytest.mark.full
 def test_prepared_launch_is_tritons_own(stand_in_gpu):
     """Prepared from descriptions of tensors, against an ordinary launch on the tensors."""
     fused = torch.zeros(2, 128, 3, 4, 64, dtype=torch.bfloat16)
@@ -147,9 +148,8 @@ def test_kernels_of_a_backward(
         assert described[-1][5:8] == dq_sum
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "deterministic"), [(64, False), pytest.param(128, True, marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("head_dim", "deterministic"), [(64, False), (128, True)])
 def test_bounds_reach_the_kernels(launcher, stand_in_gpu, head_dim, deterministic):
     """`first` of the queries (a copy where the address is odd); CTAs draw their tiles where these are many."""
     place = torch.arange(200, dtype=torch.int32)
