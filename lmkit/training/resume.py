@@ -334,7 +334,7 @@ class CheckpointWriter:
             buffers[file] = {}
             for name, tensor in tensors.items():
                 kept = self._buffers.get((file, name))
-                if kept is None:
+                if kept is None or (kept.shape, kept.dtype) != (tensor.shape, tensor.dtype):
                     pinned = self._stream is not None and tensor.is_cuda
                     kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
                     self._buffers[file, name] = kept.zero_()  # writing makes the system provide the pages

@@ -72,6 +72,25 @@ def save(model: dict[str, torch.Tensor]) -> Save:
     return begin
 
 
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (torch.tensor(1), torch.tensor(0.5)),
+        (torch.tensor([1.0, 2.0]), torch.tensor([7.0])),
+        (torch.tensor([1.0]), torch.tensor([1.0, 2.0])),
+        (torch.full((3,), 1 / 3, dtype=torch.bfloat16), torch.full((3,), 1 / 3)),
+    ],
+)
+def test_a_state_may_change_its_shape_and_dtype_between_saves(first, then, tmp_path):
+    writer = make_writer(tmp_path)
+    for step, value in enumerate((first, then), 1):
+        writer.save(make_state(step), {MODEL: {"w": torch.ones(2)}, shard_name(0, 1): {"w.state": value}})
+        writer.wait()
+        saved = open_checkpoint(tmp_path / step_name(step)).optimizer_tensors()["w.state"]
+        assert saved.dtype == value.dtype
+        assert torch.equal(saved, value)
+
+
 def test_saves_the_moment_of_the_call_not_what_training_made_of_it(tmp_path, model, save):
     writer = make_writer(tmp_path)
     at_the_call = {}
