@@ -230,7 +230,8 @@ class FlashAttentionTriton(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: Options | bool = False
     ) -> tuple[Tensor, Tensor]:
         if isinstance(options, bool):
-            options = Options(options, q.shape[3] ** -0.5, resolve("auto", q, k, v), False, "bf16x6")
+            _, _, _, scale = prepare_inputs(q, k, v, None)
+            options = Options(options, scale, resolve("auto", q, k, v), False, "bf16x6")
         ctx.options = options
         out, lse = forward(q, k, v, options)
         ctx.mark_non_differentiable(lse)

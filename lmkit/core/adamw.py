@@ -30,13 +30,12 @@ class AdamW(torch.optim.Optimizer):
         weight_decay: a step subtracts lr * weight_decay of each weight.
 
     Raises:
-        ValueError: a setting is out of range.
+        ValueError: a setting is out of range; a parameter is complex.
     """
 
     def __init__(
         self,
         params: Iterable[Any],
-        *,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
@@ -52,6 +51,8 @@ class AdamW(torch.optim.Optimizer):
         if not weight_decay >= 0:
             raise ValueError(f"weight_decay must be 0 or more, got {weight_decay}")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        if any(param.is_complex() for group in self.param_groups for param in group["params"]):
+            raise ValueError("complex parameters are not supported: optimize torch.view_as_real of them")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

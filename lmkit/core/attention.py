@@ -95,7 +95,8 @@ def flash_torch(
 class FlashAttention(torch.autograd.Function):
     """`FlashAttention.apply(q, k, v, causal=False, scale=None, first=None)`: attention with its own backward pass.
 
-    Saves q, k, v, the output and the log-sum-exp of every row, (batch, heads, num_queries).
+    q, k and v may lack the axis of heads, as (batch, seq, head_dim). Saves them, the output and the log-sum-exp of
+    every row, (batch, heads, num_queries) or (batch, num_queries).
 
     >>> q, k, v = torch.randn(3, 2, 4, 10, 16, requires_grad=True).unbind()  # each (batch, heads, seq, head_dim)
     >>> out = FlashAttention.apply(q, k, v, True)
@@ -113,10 +114,11 @@ class FlashAttention(torch.autograd.Function):
         scale: float | None = None,
         first: Tensor | None = None,
     ) -> Tensor:
-        if scale is None:
-            scale = q.shape[-1] ** -0.5
         with torch.autocast(q.device.type, enabled=False):
-            out, lse = flash_forward(q, k, v, causal, scale, first)
+            heads, k_heads, v_heads = (with_heads(x, q) for x in (q, k, v))
+            heads, k_heads, v_heads, scale = prepare_inputs(heads, k_heads, v_heads, scale)
+            out, lse = flash_forward(heads, k_heads, v_heads, causal, scale, first)
+        out, lse = out.view(q.shape), lse.view(q.shape[:-1])
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.causal, ctx.scale, ctx.first = causal, scale, first
         return out
@@ -124,11 +126,16 @@ class FlashAttention(torch.autograd.Function):
     @staticmethod
     @differentiable_once("flash_torch", instead=SECOND_DERIVATIVES)  # lse has no gradient
     def backward(ctx: Any, saved: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        dout = grads[0]
-        with torch.autocast(dout.device.type, enabled=False):
-            q, k, v, out, lse = saved
+        with torch.autocast(grads[0].device.type, enabled=False):
+            dout, q, k, v, out, lse = (with_heads(x, saved[0]) for x in (grads[0], *saved))
             dq, dk, dv = flash_backward(dout, q, k, v, out, lse, ctx.causal, ctx.scale, ctx.first)
+        dq, dk, dv = (gradient.view(x.shape) for gradient, x in zip((dq, dk, dv), saved[:3], strict=True))
         return dq, dk, dv, None, None, None
+
+
+def with_heads(x: Tensor, q: Tensor) -> Tensor:
+    """Give a tensor the axis of heads that q, and so x, may lack."""
+    return x.unsqueeze(1) if q.dim() == 3 else x
 
 
 def flash_forward(

@@ -120,8 +120,8 @@ class Muon(AdamW):
     def __init__(
         self,
         params: Iterable[Any],
-        *,
         lr: float = 1e-3,
+        *,
         matrix_lr: float = 0.02,
         momentum: float = 0.95,
         iterations: int = 5,

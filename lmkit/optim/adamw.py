@@ -58,8 +58,8 @@ class AdamW(core.AdamW):
     add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
     state_dict = inspect.unwrap(torch.optim.Optimizer.state_dict)
 
-    def __init__(self, params: Iterable[Any], **settings: Any) -> None:
-        super().__init__(params, **settings)
+    def __init__(self, params: Iterable[Any], *settings: Any, **named: Any) -> None:
+        super().__init__(params, *settings, **named)
         self._forget_tensors()
 
     def __setstate__(self, state: dict[str, Any]) -> None:

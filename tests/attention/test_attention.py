@@ -140,6 +140,26 @@ def test_flash_attention_saves_the_log_sum_exp_of_every_row(batch, heads, kv_hea
         torch.testing.assert_close(lse, scores.logsumexp(dim=-1), rtol=1e-5, atol=1e-5)  # float32 sums of 7
 
 
+def test_flash_attention_without_the_axis_of_heads():
+    q, k, v = (torch.randn(3, 7, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    out = FlashAttention.apply(q, k, v, True)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(out, expected)
+    assert [x.shape for x in out.grad_fn.saved_tensors] == [q.shape] * 4 + [q.shape[:-1]]
+    dout = torch.randn_like(out)
+    for mine, theirs in zip(*(torch.autograd.grad(x, (q, k, v), dout) for x in (out, expected)), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    "shapes", [((2, 5, 8), (2, 4, 5, 8)), ((5, 8), (5, 8)), ((2, 4, 5, 8), (2, 3, 5, 8))]
+)
+def test_flash_attention_checks_shapes_where_they_enter(shapes):
+    q, k = map(torch.ones, shapes)
+    with pytest.raises(ValueError, match="q"):
+        FlashAttention.apply(q, k, k, True)
+
+
 def test_flash_torch_never_holds_the_scores(random_inputs):
     """The largest tensor that flash_torch makes is linear in the sequence length."""
 
