@@ -11,19 +11,20 @@ from lmkit.attention import attention_function
 from lmkit.attention.dispatch import joined_function
 from lmkit.core.attention import reference
 from lmkit.errors import LmkitError
+from lmkit.model.operations import Operations
 from lmkit.parallel.ranks import Ranks
 from lmkit.parallel.strategy import Strategy, build_strategy
 from lmkit.plugins import load_plugin
 from lmkit.recipe.recipe import Recipe
 from lmkit.recipe.tables import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
-from lmkit.registry import ATTENTION, SCHEDULES, STRATEGIES
+from lmkit.registry import ATTENTION, OPERATIONS, SCHEDULES, STRATEGIES
 from lmkit.training import build_step
 from lmkit.training.setup import check_device, learning_rate
 
 PLUGIN = """
 from torch.optim import SGD
 from lmkit.recipe.tables import Table
-from lmkit.registry import ATTENTION, BENCHES, OPTIMIZERS, SCHEDULES
+from lmkit.registry import ATTENTION, OPERATIONS, BENCHES, OPTIMIZERS, SCHEDULES
 class Ends(BaseException): ...
 class Options(Table): ...
 @ATTENTION.register("my_kernel")
@@ -79,7 +80,7 @@ RETURNS = """
 import torch
 from torch.optim import SGD
 from lmkit.parallel.strategy import Strategy
-from lmkit.registry import ATTENTION, OPTIMIZERS, STRATEGIES
+from lmkit.registry import ATTENTION, OPERATIONS, OPTIMIZERS, STRATEGIES
 @ATTENTION.register("my_kernel", joined=__name__ + ":joined")
 def my_kernel(q, k, v, *, causal, scale=None):
     return {returned}
@@ -137,7 +138,7 @@ def test_what_a_schedule_returns_is_checked(returned):
 )
 def test_a_function_that_takes_other_arguments_is_named(plugin, setting, entry, terminal):
     plugin.write_text(
-        "from lmkit.registry import ATTENTION, SCHEDULES\n"
+        "from lmkit.registry import ATTENTION, OPERATIONS, SCHEDULES\n"
         "@SCHEDULES.register('my_schedule')\ndef schedule(step):\n    return 0.1\n"
         "@ATTENTION.register('my_kernel')\ndef kernel(q, k, v):\n    return q\n"
     )
@@ -207,6 +208,46 @@ def test_values_of_a_kernel_are_checked_before_it_trains(plugin, kernel, facts, 
     )  # fmt: skip
     with raises(LmkitError, "plugin.returned", found) if found else nullcontext():
         check_device(recipe, torch.device("cpu"))
+
+
+class Copies(Operations):
+    def swiglu(self, joint, *, casts=False):
+        gate, up = joint.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * up
+
+
+class CentredNorm(Operations):
+    def add_rms_norm(self, x, delta, gain, eps):
+        total = x if delta is None else x + delta
+        return total, torch.nn.functional.layer_norm(total, total.shape[-1:]) * gain
+
+
+class NormWithoutGradientOfGains(Operations):
+    def add_rms_norm(self, x, delta, gain, eps):
+        return super().add_rms_norm(x, delta, gain.detach() + 0 * gain, eps)
+
+
+@pytest.mark.parametrize(
+    ("operations", "found"),
+    [(Copies, ""), (CentredNorm, "wrong gradients of "), (NormWithoutGradientOfGains, "ln1.weight")],
+)
+def test_values_of_operations_are_checked_before_they_train(operations, found):
+    OPERATIONS.register("my_operations")(operations)
+    sizes = {
+        "vocab_size": 8,
+        "context_length": 16,
+        "d_model": 16,
+        "d_ff": 16,
+        "num_layers": 1,
+        "num_heads": 2,
+    }
+    recipe = Recipe(
+        model=ModelConfig(**sizes, operations="my_operations"), train=TrainConfig(precision="fp32")
+    )
+    state = torch.get_rng_state()
+    with raises(LmkitError, "plugin.returned", found) if found else nullcontext():
+        check_device(recipe, torch.device("cpu"))
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize("returned", ["None", "object()"])

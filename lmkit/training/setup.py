@@ -21,10 +21,12 @@ from torch import Tensor, nn
 
 from lmkit import __version__
 from lmkit.attention import check_kernel, check_values
+from lmkit.attention.dispatch import LARGEST_ERROR
 from lmkit.core.adamw import decay_groups
 from lmkit.core.batches import Batch, BatchSource
 from lmkit.core.model import Linear
 from lmkit.core.ranges import range_
+from lmkit.core.step import gradient_norm
 from lmkit.data.token_files import check_divisible
 from lmkit.errors import UsageError
 from lmkit.measure.environment import has_bf16
@@ -36,7 +38,7 @@ from lmkit.parallel.strategy import MakeOptimizer, build_strategy
 from lmkit.plugins import checked, wrong_result
 from lmkit.recipe.recipe import Recipe
 from lmkit.recipe.tables import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
-from lmkit.registry import OPTIMIZERS, SCHEDULES, STRATEGIES
+from lmkit.registry import OPERATIONS, OPTIMIZERS, SCHEDULES, STRATEGIES
 from lmkit.training.checkpoint import TrainingState, capture_rng, open_checkpoint
 from lmkit.training.precision import NARROW_WEIGHTS, PRODUCTS, autocast, hold_weights, with_precision
 from lmkit.training.resume import optimizer_layout
@@ -273,7 +275,7 @@ def check_device(recipe: Recipe, device: torch.device) -> None:
     width = (model.num_heads + 2 * model.kv_heads) * model.head_dim
     random = torch.randn(2, length, width, generator=torch.Generator().manual_seed(0))
     check_values(model.attention, random.to(device, dtype), model.kv_heads, model.head_dim)
-    choose_operations(model.operations, one_query)
+    check_operations(model, train.precision, device)
     if train.precision == "fp8":
         from lmkit.model.fp8 import check_fp8
 
@@ -287,6 +289,46 @@ def check_device(recipe: Recipe, device: torch.device) -> None:
         for group in groups:
             group["is_matrix"] = group["params"][0].dim() == 2
     _make_optimizer(table, groups)
+
+
+def check_operations(model: ModelConfig, precision: str, device: torch.device) -> None:
+    """Refuse operations that do not run on the device; compare a plugin's with PyTorch's before they train a model.
+
+    Raises:
+        UsageError: they do not run.
+        LmkitError: the gradients of a small model are wrong.
+    """
+    dtype = PRODUCTS[precision]
+    operations = choose_operations(
+        model.operations, torch.empty(1, 1, 1, model.head_dim, dtype=dtype, device=device)
+    )
+    if type(operations).__module__.startswith("lmkit."):
+        return
+    length = min(model.context_length, 64)
+    sizes = {"vocab_size": 97, "num_layers": 2, "context_length": length, "activation_checkpointing": "none"}
+    config = model.changed(**sizes, attention="reference", operations="plain", compile="none")
+    with torch.random.fork_rng(devices=[]):  # what follows draws as if nothing was checked
+        exact, mine = (TransformerLM(config).to(device) for _ in range(2))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for theirs, parameter in zip(exact.parameters(), mine.parameters(), strict=True):
+            # Means far from 0 and gains apart from 1: other formulas show.
+            noise = torch.rand(parameter.shape, generator=generator).to(device)
+            is_embedding = parameter is mine.token_embeddings.weight
+            parameter.add_(1 if is_embedding else noise * (parameter.dim() == 1))
+            theirs.copy_(parameter)
+    mine.operations = operations
+    ids = torch.randint(97, (2, 2, length), generator=generator).to(device)
+    with autocast(device, precision):
+        loss = mine.loss(*ids)
+    found = torch.autograd.grad(loss, [*mine.parameters()], materialize_grads=True)
+    rights = torch.autograd.grad(exact.double().loss(*ids), [*exact.parameters()])
+    whole = gradient_norm([*rights])
+    for (name, _), gradient, right in zip(mine.named_parameters(), found, rights, strict=True):
+        error = float((gradient.double() - right).norm() / (right.norm() + 0.01 * whole))
+        if not error <= LARGEST_ERROR[dtype]:  # also NaN
+            wrong = f"wrong gradients of {name}: relative error {error:.2g} against PyTorch's operations"
+            raise wrong_result(OPERATIONS, model.operations, wrong)
 
 
 def _make_optimizer(table: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
