@@ -177,6 +177,10 @@ def without_gradient_of_v(q, k, v, *, causal, scale=None):
     return reference(q, k, v.detach(), causal=causal, scale=scale) + 0.0 * v.sum()
 
 
+def forgets_its_inputs(q, k, v, *, causal, scale=None):
+    return reference(*(x.detach().requires_grad_() for x in (q, k, v)), causal=causal, scale=scale)
+
+
 def ignores_first(q, k, v, *, causal, scale=None, first=None):
     return reference(q, k, v, causal=causal, scale=scale)
 
@@ -192,6 +196,7 @@ def joined_without_groups(qkv, *, kv_heads, head_dim):
     ("kernel", "facts", "found"),
     [
         *((right, {}, ""), (right, {"windows": True}, ""), (without_gradient_of_v, {}, "wrong gradients: ")),
+        (forgets_its_inputs, {}, "wrong gradients: "),
         (ignores_first, {"windows": True}, "wrong attention with first=: "),
         (ignores_first, {"sees_all": False}, ""),
         (right, {"joined": f"{__name__}:joined_without_groups"}, "wrong attention of a joined projection: "),

@@ -170,7 +170,7 @@ def check_values(name: str, qkv: Tensor, kv_heads: int, head_dim: int) -> None:
             if not out.requires_grad:
                 raise wrong_result(ATTENTION, name, "a tensor without a gradient")
             # Squares: a gradient that is equal everywhere hides errors.
-            (gradient,) = torch.autograd.grad(out.square().sum(), given)
+            (gradient,) = torch.autograd.grad(out.square().sum(), given, materialize_grads=True)
         return out.detach().double(), gradient.double()
 
     cases: list[dict[str, Any]] = [{}]

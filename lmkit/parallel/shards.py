@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch._utils import _unflatten_dense_tensors
 
+from lmkit.core.adamw import AdamW
 from lmkit.core.buckets import PendingMean, Work
 from lmkit.optim.muon import MatrixShard
 from lmkit.parallel.gather import Links
@@ -359,7 +360,7 @@ class ShardedState(torch.optim.Optimizer):
                 "the state has another layout or rank; use load_whole(consolidate(states of all ranks))"
             )
         states = [state_dict["state"].get(str(number), {}) for number in range(len(self._pieces))]
-        self._load(states, state_dict["param_groups"])
+        self._load(states, state_dict["param_groups"], casts=isinstance(self.inner, AdamW))
 
     @torch.no_grad()
     def load_whole(self, whole: ParameterStates) -> None:
@@ -374,7 +375,7 @@ class ShardedState(torch.optim.Optimizer):
                     raise ValueError(f"{piece.name}.{key} has {found} elements, the parameter {wanted}")
                 state[key] = value.reshape(-1)[piece.own] if value.ndim else value
             states.append(state)
-        self._load(states, [{}] * len(self.param_groups))
+        self._load(states, [{}] * len(self.param_groups), casts=True)
 
     @torch.no_grad()
     def load_masters(self, weights: Mapping[str, torch.Tensor]) -> None:
@@ -384,7 +385,9 @@ class ShardedState(torch.optim.Optimizer):
                 piece.part.copy_(weights[piece.name].reshape(-1)[piece.own])
         self._spread()
 
-    def _load(self, states: Sequence[Mapping[str, torch.Tensor]], groups: Sequence[dict[str, Any]]) -> None:
+    def _load(
+        self, states: Sequence[Mapping[str, torch.Tensor]], groups: Sequence[dict[str, Any]], *, casts: bool
+    ) -> None:
         if len(groups) != len(self.param_groups):
             ours = len(self.param_groups)
             raise ValueError(f"the state has {len(groups)} parameter groups, the optimizer {ours}")
@@ -395,9 +398,13 @@ class ShardedState(torch.optim.Optimizer):
                     raise ValueError(f"{key} of bucket {number} has not {part.numel()} elements")
             if (master := saved.pop("master", None)) is not None:
                 part.copy_(master)
-            if saved:  # in the dtype of the exact weights, and where they are; scalars stay
+            if saved:  # where the exact weights are, in their dtype; scalars stay
                 self.inner.state[part] = {
-                    key: value.to(part.device, part.dtype, copy=True) if value.ndim else value.clone()
+                    key: value.to(
+                        device=part.device if value.ndim else None,
+                        dtype=part.dtype if value.ndim and casts and value.is_floating_point() else None,
+                        copy=True,
+                    )
                     for key, value in saved.items()
                 }
         for group, loaded in zip(self.param_groups, groups, strict=True):

@@ -204,6 +204,8 @@ class TrainingState(Table):
     optimizer_shards: PositiveInt
     optimizer_layout: dict[str, Any] | None = None
     """How the optimizer state is cut into shards (see `lmkit.parallel.shards`); None: it is whole."""
+    optimizer_groups: tuple[dict[str, int | float], ...] = ()
+    """Numbers of its groups, see `group_numbers`."""
     rng: Annotated[tuple[RngState, ...], Field(min_length=1)]
 
     model: ModelConfig

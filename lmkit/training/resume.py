@@ -26,6 +26,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
 from dataclasses import dataclass, fields
 from functools import partial
+from numbers import Integral, Real
 from pathlib import Path
 from typing import IO, Any
 
@@ -33,6 +34,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from lmkit.core.adamw import AdamW
 from lmkit.core.ranges import range_
 from lmkit.errors import LmkitError, UsageError, reason, some_of
 from lmkit.model.transformer import parameter_names
@@ -83,6 +85,8 @@ Tensors = Mapping[str, torch.Tensor]
 Files = Mapping[str, Tensors]
 """file name -> its tensors by name"""
 Layout = dict[str, Any]
+_NO_NUMBER = ":tensor"
+"""End of the name of a state that looks like a saved number, and is a tensor."""
 States = dict[str, dict[str, Any]]
 """parameter or bucket -> name of the state -> value"""
 UNREPORTED = ("run.name", "run.folder", "checkpoint", "generate", "wandb", "corpus", "tokenizer", "data")
@@ -93,19 +97,58 @@ UNREPORTED = ("run.name", "run.folder", "checkpoint", "generate", "wandb", "corp
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return this rank's live state tensors by name. Numbers become scalar tensors (int64, float64)."""
+    """Return this rank's live state tensors by name. Numbers become scalar tensors (int64, float64).
+
+    Raises:
+        LmkitError: a state is neither a tensor nor a number, or belongs to no parameter.
+    """
     if optimizer_layout(optimizer) is not None:
         states: States = optimizer.state_dict()["state"]
     else:
         names = parameter_names(model).items()
         states = {name: optimizer.state[param] for param, name in names if param in optimizer.state}
+    if others := [key for key in optimizer.state if not isinstance(key, torch.Tensor)]:
+        raise _not_saved(optimizer, f"{some_of(others)}, which belongs to no parameter")
     tensors = {}
     for name, state in states.items():
         for key, value in state.items():
-            if not isinstance(value, torch.Tensor):
-                value = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
+            if isinstance(value, Integral) and -(2**63) <= int(value) < 2**63:
+                value = torch.tensor(int(value), dtype=torch.int64)
+            elif isinstance(value, Real) and not isinstance(value, Integral):
+                value = torch.tensor(float(value), dtype=torch.float64)
+            elif not isinstance(value, torch.Tensor) or value.is_complex() or value.layout != torch.strided:
+                kind = value.type() if isinstance(value, torch.Tensor) else type(value).__name__
+                raise _not_saved(optimizer, f"{key} of {name}, of the type {kind}")
+            elif _looks_like_number(value):
+                key += _NO_NUMBER
             tensors[f"{name}.{key}"] = value.detach()
     return tensors
+
+
+def _looks_like_number(value: torch.Tensor) -> bool:
+    return value.dim() == 0 and value.dtype in (torch.int64, torch.float64)
+
+
+def _not_saved(optimizer: torch.optim.Optimizer, what: str) -> LmkitError:
+    message = f"checkpoints cannot hold the state of {type(optimizer).__name__}: {what}"
+    hint = "keep dense real tensors and numbers for each parameter, and numbers in param_groups"
+    return LmkitError("checkpoint.unsupported_state", message, hint=hint)
+
+
+def group_numbers(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], ...]:
+    """Return the numbers in an optimizer's groups that its steps may have changed: those that are neither its
+    defaults nor what the recipe sets."""
+    set_by_recipe = {*OptimizerConfig.model_fields, "is_matrix"}
+    return tuple(
+        {
+            key: float(value) if isinstance(value, torch.Tensor) else value
+            for key, value in group.items()
+            if (isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.dim() == 0))
+            and key not in set_by_recipe
+            and optimizer.defaults.get(key) != value
+        }
+        for group in optimizer.param_groups
+    )
 
 
 def own_files(step: Step) -> Files:
@@ -156,16 +199,22 @@ def load_optimizer_tensors(
         if own is not None:
             saved[0] |= {"rank": own, "param_groups": [{} for _ in optimizer.param_groups]}
             optimizer.load_state_dict(saved[0])
-            return
-        whole = saved[0]["state"]
-        if layout is not None:
-            from lmkit.parallel.shards import consolidate
-
-            whole = consolidate(saved)
-        if optimizer_layout(optimizer) is not None:
-            optimizer.load_whole(whole)
         else:
-            _load_into_whole(optimizer, model, whole)
+            whole = saved[0]["state"]
+            if layout is not None:
+                from lmkit.parallel.shards import consolidate
+
+                whole = consolidate(saved)
+            if optimizer_layout(optimizer) is not None:
+                optimizer.load_whole(whole)
+            else:
+                _load_into_whole(optimizer, model, whole, are_flat=layout is not None)
+        for state in optimizer.state.values():
+            for key, value in [*state.items()]:
+                if key.endswith(_NO_NUMBER):
+                    state[key.removesuffix(_NO_NUMBER)] = state.pop(key)
+                elif isinstance(value, torch.Tensor) and _looks_like_number(value):
+                    state[key] = value.item()
     # Layouts are free-form JSON.
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         message = f"{origin}: optimizer state: {error}"
@@ -184,7 +233,9 @@ def load_masters(optimizer: Any, model: nn.Module, weights: Tensors) -> None:
             master.copy_(weights[name])
 
 
-def _load_into_whole(optimizer: torch.optim.Optimizer, model: nn.Module, whole: States) -> None:
+def _load_into_whole(
+    optimizer: torch.optim.Optimizer, model: nn.Module, whole: States, *, are_flat: bool
+) -> None:
     held = _held(optimizer, model)
     if unknown := sorted(set(whole) - set(held.values())):
         raise ValueError(f"unknown parameters {some_of(unknown)}")
@@ -194,10 +245,9 @@ def _load_into_whole(optimizer: torch.optim.Optimizer, model: nn.Module, whole: 
         kept = optimizer.state.get(parameter, {}).get(MASTER)
         restored = {} if kept is None else {MASTER: kept}  # of `load_masters`
         for key, value in whole[name].items():
-            is_number = value.dim() == 0 and value.dtype in (torch.int64, torch.float64)
-            if value.dim() and value.numel() == parameter.numel():  # it may be flat
+            if are_flat and value.dim() and value.numel() == parameter.numel():
                 value = value.reshape(parameter.shape)
-            restored[key] = value.item() if is_number else value.clone()
+            restored[key] = value.clone()
         if MASTER in whole[name]:
             with torch.no_grad():
                 parameter.copy_(restored[MASTER])
@@ -205,10 +255,11 @@ def _load_into_whole(optimizer: torch.optim.Optimizer, model: nn.Module, whole: 
                 del restored[MASTER]
         dtype = restored.get(MASTER, parameter).dtype
         device = getattr(optimizer, "state_device", parameter.device)
+        casts = are_flat or isinstance(optimizer, AdamW)
         for key, value in restored.items():  # factored states have another shape, and their own dtype
-            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+            if casts and value.shape == parameter.shape and value.is_floating_point():
                 restored[key] = value.to(device, dtype)
-            elif isinstance(value, torch.Tensor) and value.dim():
+            elif value.dim():
                 restored[key] = value.to(device)
         optimizer.state[parameter] = restored
 
@@ -591,7 +642,12 @@ def restore(checkpoint: Checkpoint, step: Step, optimizer: str) -> Counters:
     own = int(step.optimizer.state_dict()["rank"]) if is_own else None
     shards = checkpoint.all_optimizer_shards() if own is None else [checkpoint.optimizer_tensors(own)]
     before = state.recipe.get("optimizer") or {}  # an imported model has no optimizer
-    if not rule.keeps_state(before.get("name", OptimizerConfig().name), optimizer):
+    if rule.keeps_state(before.get("name", OptimizerConfig().name), optimizer):
+        for group, numbers in zip(step.optimizer.param_groups, state.optimizer_groups, strict=False):
+            for key, number in numbers.items():
+                now = group.get(key)
+                group[key] = torch.full_like(now, number) if isinstance(now, torch.Tensor) else number
+    else:
         shards = [{n: value for n, value in shard.items() if n.endswith(f".{MASTER}")} for shard in shards]
     load_optimizer_tensors(
         step.optimizer,

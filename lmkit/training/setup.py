@@ -336,7 +336,7 @@ def _make_optimizer(table: OptimizerConfig, groups: list[dict[str, Any]]) -> tor
         made = OPTIMIZERS.load(table.name)(groups, table)
     except ValueError as error:
         defaults = OPTIMIZERS.facts(table.name).options.items()
-        hint = "the defaults are " + ", ".join(f"{key} = {value}" for key, value in defaults)
+        hint = "the defaults are " + (", ".join(f"{key} = {value}" for key, value in defaults) or "none")
         raise UsageError("optimizer.wrong_option", f"optimizer.options: {error}", hint=hint) from error
     needed = ("param_groups", "state", "step", "zero_grad")
     made = checked(OPTIMIZERS, table.name, made, *needed)

@@ -27,7 +27,7 @@ from lmkit.training.checkpoint import capture_rng
 from lmkit.training.evaluation import Evaluation, evaluate, held_out_of
 from lmkit.training.metrics import Sink
 from lmkit.training.process import end_as_stopped
-from lmkit.training.resume import CheckpointWriter, Counters, own_files
+from lmkit.training.resume import CheckpointWriter, Counters, group_numbers, own_files
 from lmkit.training.run_data import Data, resolved_tables
 from lmkit.training.setup import initial_state, learning_rate
 from lmkit.training.step import Outcome, Step, load_batch
@@ -358,6 +358,7 @@ class Trainer:
         counters.seconds = self.clock.seconds
         state = self._initial_state.changed(
             **asdict(counters),
+            optimizer_groups=group_numbers(self.step.optimizer),
             time_fraction=self._fraction,
             loss_scale=None if scale is None else scale.state(),
             spikes=None if self.step.spikes is None else tuple(self.step.spikes.state.tolist()),

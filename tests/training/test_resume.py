@@ -20,6 +20,7 @@ from lmkit.optim.adamw import AdamW
 from lmkit.parallel.ranks import Ranks
 from lmkit.parallel.zero1 import Zero1
 from lmkit.recipe.tables import ModelConfig, ParallelConfig
+from lmkit.registry import OPTIMIZERS
 from lmkit.storage.atomic import FolderLock
 from lmkit.training.checkpoint import MODEL, newest_checkpoint, step_name, verify
 from lmkit.training.resume import load_checkpoint, load_optimizer_tensors, optimizer_tensors, save_checkpoint
@@ -34,6 +35,76 @@ def test_fault_54_steps_are_5_and_5_bit_for_bit(stop, precision, optimizer, tiny
     recipe = tiny(f"train.precision={precision}", f"optimizer.name={optimizer}")
     _, parts = assert_resumes_exactly(recipe, stops=(stop,))
     assert newest(parts).state.valid_loss is None  # evaluated after steps 4 and 8
+
+
+class Keeps(torch.optim.Optimizer):
+    """Its updates depend on states of many kinds, which a step asks to be as it left them."""
+
+    def __init__(self, groups, lr):
+        super().__init__(groups, {"lr": lr, "k": 0, "d": 1.0, "t": torch.tensor(1.0)})
+
+    @staticmethod
+    def new_state(p):
+        counts = {"number": 0, "real": 0.5, "count": torch.tensor(0), "share": torch.tensor(0.5).double()}
+        exact, mask = torch.zeros_like(p, dtype=torch.float64), torch.zeros_like(p, dtype=torch.bool)
+        return {
+            **counts,
+            "exact": exact,
+            "mask": mask,
+            "narrow": torch.zeros_like(p, dtype=torch.bfloat16),
+        } | {"turned": torch.zeros_like(p.mT if p.dim() > 1 else p).contiguous(), "history": torch.zeros(0)}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["k"] += 1
+            group["d"] *= 0.7
+            group["t"] = group["t"] / 3
+            for p in group["params"]:
+                state = self.state[p]
+                state.update(state or self.new_state(p))
+                for name, value in self.new_state(p).items():
+                    kept = state[name]
+                    assert type(kept) is type(value), name
+                    if isinstance(value, torch.Tensor) and name != "history":
+                        assert (kept.dtype, kept.shape) == (value.dtype, value.shape), name
+                state["number"] += 1
+                state["real"] /= 3
+                state["count"] += 1
+                state["share"] /= 3
+                gradient = p.grad
+                state["exact"].add_(gradient, alpha=1 / 3)
+                state["mask"] |= gradient > 0
+                state["narrow"].add_(gradient.bfloat16())
+                state["turned"].add_(gradient.mT if p.dim() > 1 else gradient)
+                state["history"] = torch.cat([state["history"], gradient.norm()[None]])
+                rate = group["lr"] * group["d"] / group["k"] * (1 + state["real"] + float(group["t"]))
+                p.add_(state["exact"] * ~state["mask"] + state["narrow"], alpha=-rate * float(state["share"]))
+
+
+def test_every_state_of_an_optimizer_goes_on(tiny):
+    OPTIMIZERS.register("keeps")(lambda groups, options: Keeps(groups, options.lr))
+    assert_resumes_exactly(tiny("train.precision=fp32", "optimizer.name=keeps"), stops=(5,))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(
+            ("h", value)
+            for value in (None, "x", [1.0, 2.5], {}, 2**70, 1j, torch.ones(2, dtype=torch.cfloat))
+        ),
+        ("h", torch.eye(3).to_sparse()),
+        (None, {"k": 1}),
+    ],
+    ids=str,
+)
+def test_a_state_that_checkpoints_cannot_hold_is_refused(key, value):
+    layer = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    optimizer.state[layer.weight if key else "global"] = {key: value} if key else value
+    with raises(LmkitError, "checkpoint.unsupported_state", "weight" if key else "global"):
+        optimizer_tensors(optimizer, layer)
 
 
 @pytest.mark.parametrize(
@@ -258,7 +329,7 @@ def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, s
 
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
-OPTIMIZERS: dict[str, Make] = {
+SEVERAL: dict[str, Make] = {
     "ours": lambda model: AdamW(decay_groups(model.parameters(), 0.1)),
     "torch": lambda model: torch.optim.AdamW(model.parameters()),
     "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
@@ -267,17 +338,17 @@ OPTIMIZERS: dict[str, Make] = {
 
 
 @pytest.mark.parametrize("place", ["file", "file object"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", SEVERAL)
 def test_going_on_from_a_saved_checkpoint_equals_never_having_stopped(name, place, tmp_path):
     model, other = make_model(), make_model()
-    optimizer = OPTIMIZERS[name](model)
+    optimizer = SEVERAL[name](model)
     take_steps(model, optimizer, 3, seed=1)
     optimizer.param_groups[0]["lr"] = 0.05  # as a schedule does
     out = tmp_path / "new" / "c.safetensors" if place == "file" else io.BytesIO()
     save_checkpoint(model, optimizer, 3, out)
     take_steps(model, optimizer, 2, seed=2)
 
-    resumed = OPTIMIZERS[name](other)
+    resumed = SEVERAL[name](other)
     if isinstance(out, io.BytesIO):
         out.seek(0)
     assert load_checkpoint(out, other, resumed) == 3
@@ -304,7 +375,7 @@ def test_strided_weights_and_a_tensor_as_learning_rate_are_saved(tmp_path):
 def test_a_checkpoint_without_optimizer_and_one_on_a_sharded_one(tmp_path):
     model, other = make_model(), make_model()
     save_checkpoint(model, None, 7, tmp_path / "weights")
-    assert load_checkpoint(str(tmp_path / "weights"), other, OPTIMIZERS["ours"](other)) == 7
+    assert load_checkpoint(str(tmp_path / "weights"), other, SEVERAL["ours"](other)) == 7
     assert torch.equal(other.lm_head.weight, model.lm_head.weight)
     sync = Zero1(Ranks(), ParallelConfig(strategy="zero1"))
     sync.attach(model)
@@ -341,18 +412,18 @@ def test_fault_57_a_pickle_is_refused_by_load_checkpoint(tmp_path):
     save_checkpoint(make_model(d_model=32), None, 1, path)
     with raises(UsageError, "checkpoint.other_model", path):
         load_checkpoint(path, model)
-    save_checkpoint(model, OPTIMIZERS["torch"](model), 1, path)
+    save_checkpoint(model, SEVERAL["torch"](model), 1, path)
     with pytest.raises(ValueError, match="argument"):
-        load_checkpoint(path, model, OPTIMIZERS["ours"](model))  # which has two parameter groups
+        load_checkpoint(path, model, SEVERAL["ours"](model))  # which has two parameter groups
 
 
 def test_state_of_another_model_is_refused_with_the_difference():
     model, other = make_model(), make_model(num_layers=1)
-    optimizer = OPTIMIZERS["ours"](model)
+    optimizer = SEVERAL["ours"](model)
     take_steps(model, optimizer, 1, seed=1)
     with raises(LmkitError, "checkpoint.other_optimizer", "saved", "layers.1"):
         load_optimizer_tensors(
-            OPTIMIZERS["ours"](other), other, [optimizer_tensors(optimizer, model)], None, origin="saved"
+            SEVERAL["ours"](other), other, [optimizer_tensors(optimizer, model)], None, origin="saved"
         )
     with raises(LmkitError, "checkpoint.other_model", "layers.0.ln1.weight: saved 16, model 32"):
         load_weights(make_model(d_model=32), model_weights(model), origin=Path("saved"))
@@ -385,10 +456,10 @@ def test_fault_59_saved_from_a_wrapped_model_loads_plain_and_the_other_way_round
     load_weights(plain, model_weights(wrapped), origin=Path("saved"))
     assert torch.equal(plain.lm_head.weight, model.lm_head.weight)
     load_weights(Wrapped(make_model(), wrapper), model_weights(plain), origin=Path("saved"))
-    optimizer = OPTIMIZERS["ours"](wrapped)
+    optimizer = SEVERAL["ours"](wrapped)
     take_steps(wrapped, optimizer, 1, seed=1)
     load_optimizer_tensors(
-        OPTIMIZERS["ours"](plain), plain, [optimizer_tensors(optimizer, wrapped)], None, origin="saved"
+        SEVERAL["ours"](plain), plain, [optimizer_tensors(optimizer, wrapped)], None, origin="saved"
     )
     sync = Zero1(Ranks(), ParallelConfig(strategy="zero1"))
     sync.attach(wrapped)
