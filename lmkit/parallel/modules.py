@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import itertools
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,10 +18,11 @@ from lmkit.core.buckets import MIB, on_gradient
 from lmkit.core.step import clip_for, gradient_norm
 from lmkit.errors import UsageError
 from lmkit.parallel.buckets import at_end_of_pass, runs_backward
-from lmkit.parallel.collectives import Averager, Traffic, norm_over_ranks
-from lmkit.parallel.fsdp import Fsdp
+from lmkit.parallel.collectives import Averager, Traffic, norm_over_ranks, sum_over_ranks
+from lmkit.parallel.fsdp import FreedShards, Fsdp
 from lmkit.parallel.gather import Gather, Links
 from lmkit.parallel.ranks import Ranks
+from lmkit.parallel.shards import Piece
 from lmkit.parallel.strategy import build_strategy, present_gradients, trainable_parameters
 from lmkit.parallel.zero1 import KeptShards, Zero1Optimizer, plan_shards
 from lmkit.recipe.tables import ParallelConfig
@@ -215,17 +219,23 @@ class FSDP(nn.Module):
         model.clip_grad_norm_(1.0)
         optimizer.step()
 
-    `parameters` and `named_parameters` return this rank's elements, flat. A backward pass adds the mean gradients of
-    all ranks to theirs. The optimizer must update every element by itself. Every rank must call the same layers (see
-    `Fsdp`) in the same order. `state_dict` returns whole weights on the CPU; `load_state_dict` takes whole weights.
+    As with PyTorch's `fully_shard`, the module's parameters are this rank's elements, flat, except inside a call of
+    the module, of a layer, or of a method through the wrapper (`model.loss(...)`). A backward pass adds the mean
+    gradients of all ranks to theirs. The optimizer must update every element by itself. Every rank must call the same
+    layers (see `Fsdp`) in the same order. A weight that is read without its layer's call stays gathered from then on.
+    `state_dict`, also a submodule's, returns whole weights on the CPU; `load_state_dict` takes whole weights.
+
+    A gradient that is not finite on one rank is so on all: `torch.amp.GradScaler` skips the same steps everywhere.
 
     Args:
         module: the same on every rank; all take rank 0's values. On "meta", layers are initialised one by one.
         compute_dtype: dtype to which gathered fp32 weights and inputs are cast; None: no cast.
+        layers: modules inside `module`, or their classes, that are gathered one by one besides its children.
         reshard_after_forward: free a layer's weights between its forward and its backward pass.
 
     Raises:
         LmkitError: the modules differ between ranks.
+        UsageError: none of the modules is one of `layers`.
     """
 
     def __init__(
@@ -233,25 +243,29 @@ class FSDP(nn.Module):
         module: nn.Module,
         compute_dtype: torch.dtype | None = None,
         *,
+        layers: Iterable[nn.Module | type[nn.Module]] = (),
         reshard_after_forward: bool = True,
     ) -> None:
         super().__init__()
         config = ParallelConfig(strategy="fsdp", options={"reshard_after_forward": reshard_after_forward})
         self._sync = _FinishedByThePass(Ranks.current(), config)
         self._sync.compute_dtype = compute_dtype
+        self._sync.named_layers = _find_layers(module, layers)
         self._sync.attach(module)
         self.module = module
-        self._frozen = _frozen(module.parameters())
-        self._slices: dict[nn.Parameter, Any] = {}
-        for piece in (piece for flat in self._sync._flats if flat.trains for piece in flat.pieces):
-            self._slices[piece.parameter] = piece.part
-            piece.part.whole_dim = piece.parameter.dim()  # type: ignore[attr-defined]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        _refuse_unfrozen(self._frozen, "FSDP")
-        self._sync.notice_the_step()
-        args, kwargs = tree_map(self._cast, (args, kwargs))
         return self.module(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+        value = getattr(self.module, name)
+        is_method = getattr(value, "__self__", None) is self.module
+        return partial(self._sync.call, value) if is_method else value
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
@@ -261,24 +275,18 @@ class FSDP(nn.Module):
         Raises:
             ValueError: `max_norm` is not positive.
         """
-        gradients = present_gradients(self._slices.values())
+        gradients = present_gradients(self.parameters())
         # float64, because a rank without elements does not know the others' dtype.
         norm = gradient_norm(gradients).to(self._sync.ranks.device, torch.float64)
         norm = norm_over_ranks(norm, self._sync._links.reductions)
         clip_for(None, gradients, norm, max_norm)
         return norm
 
-    def _cast(self, value: Any) -> Any:
-        is_wide = isinstance(value, torch.Tensor) and value.dtype == torch.float32
-        return value.to(self._sync.compute_dtype) if is_wide and self._sync.compute_dtype else value
-
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield this rank's elements of every parameter that trains; of small ones it may have none."""
-        for name, parameter in self.module.named_parameters(prefix=prefix):
-            if parameter in self._slices:
-                yield name, self._slices[parameter]
+        """Yield this rank's elements of every parameter; of small ones it may have none."""
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
 
 def gather_full_parameters(model: FSDP) -> dict[str, torch.Tensor]:
@@ -286,19 +294,286 @@ def gather_full_parameters(model: FSDP) -> dict[str, torch.Tensor]:
     return model._sync.whole_weights()
 
 
+def _find_layers(module: nn.Module, wanted: Iterable[nn.Module | type[nn.Module]]) -> set[nn.Module]:
+    found: set[nn.Module] = set()
+    inside = list(module.modules())[1:]
+    for layer in wanted:
+        those = [m for m in inside if m is layer or (isinstance(layer, type) and isinstance(m, layer))]
+        if not those:
+            named = layer.__name__ if isinstance(layer, type) else type(layer).__name__
+            raise UsageError(
+                "parallel.no_such_layer",
+                f"FSDP: layers: no {named} of the list is inside {type(module).__name__}",
+                hint="name modules of `module.modules()`, or their classes",
+            )
+        found.update(those)
+    return found
+
+
 class _FinishedByThePass(Fsdp):
     """`fsdp` for any optimizer: the end of a backward pass puts the gradients into the slices' `grad`."""
 
     saves_everywhere = True
+    _depth = 0  # calls that run, one inside the other
+    _is_stale = False  # whether a call runs in which no layer ran yet
+    _saves: nn.Module | None = None  # the module whose state_dict runs
 
-    def notice_the_step(self) -> None:
-        """Free gathered weights, which the step may have made stale, and gradients that were set to None."""
+    def attach(self, model: nn.Module, *, fingerprint: str = "") -> nn.Module:
+        super().attach(model, fingerprint=fingerprint)
+        self._heard: list[
+            nn.Module
+        ] = []  # layers in the order of their calls, also of those without gradients
+        places: dict[nn.Parameter, tuple[FreedShards, nn.Parameter]] = {}
+        for flat, piece in self._pieces():
+            piece.part.whole_dim = piece.parameter.dim()  # type: ignore[attr-defined]
+            places[piece.parameter] = flat, piece.part
+        for name, module in model.named_modules():
+            module.__dict__["_parameters"] = _Sliced(module, name, self, places)
+            module.register_state_dict_pre_hook(self._before_state_dict)
+            if module is not model:
+                module.register_state_dict_post_hook(partial(self._give_weights, f"{name}."))
+        for module in (model, *self._flats_of):
+            module.register_forward_pre_hook(self._before_call, with_kwargs=True, prepend=True)
+            module.register_forward_hook(self._after_call, always_call=True)
+        self._members = _Members(model, "FSDP")
+        return model
+
+    def _pieces(self) -> Iterator[tuple[FreedShards, Piece]]:
+        return ((flat, piece) for flat in self._flats for piece in flat.pieces)
+
+    # Calls
+
+    def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the model as the model itself is called."""
+        self._enter()
+        try:
+            args, kwargs = tree_map(self._cast, (args, kwargs))
+            return method(*args, **kwargs)
+        finally:
+            self._leave()
+
+    def _enter(self) -> None:
+        if not self._depth and not runs_backward():
+            self._is_stale = True
+        self._depth += 1
+
+    def _leave(self) -> None:
+        self._depth = max(self._depth - 1, 0)
+        self._is_stale = self._is_stale and self._depth > 0
+
+    @torch.compiler.disable
+    def _before_call(
+        self, module: nn.Module, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict] | None:
+        self._enter()
+        self._look()
+        return tree_map(self._cast, (args, kwargs)) if module is self._model else None
+
+    @torch.compiler.disable
+    def _after_call(self, *_: object) -> None:
+        self._leave()
+
+    def _cast(self, value: Any) -> Any:
+        is_wide = isinstance(value, torch.Tensor) and value.dtype == torch.float32
+        return value.to(self.compute_dtype) if is_wide and self.compute_dtype else value
+
+    def _look(self) -> None:
+        """Once in each call: free gathered weights, which the step may have made stale; refuse a changed module."""
+        if not self._is_stale:
+            return
+        self._is_stale, self._saves = False, None
+        self._members.refuse_changes()
+        for flat, piece in self._pieces():
+            part = piece.part
+            if part.requires_grad != flat.trains:
+                raise _changed("unfrozen", f"{piece.name} was frozen or unfrozen", "set requires_grad first")
+            if part.numel() and part.data_ptr() != _place(flat.shard, piece):
+                raise _changed(
+                    "moved", f"{piece.name} has other memory", "move, cast and replace weights first"
+                )
         self.refresh()
-        for flat in self._flats:
-            for piece in flat.held() if flat.gradient is not None else ():
-                if piece.part.grad is None:
-                    flat.gradient[piece.in_shard] = 0  # type: ignore[index]
 
+    @torch.compiler.disable
+    def reads_whole(self, flat: FreedShards) -> bool:
+        """Return whether a call, or a checkpoint in a backward pass, reads the weights. Keep them if a call reads
+        them without their layer's call."""
+        if not self._depth:
+            return flat.is_open and runs_backward()
+        self._look()
+        if not flat.is_open:
+            flat.kept = True
+            flat.open()
+            if self._pass is not None and flat.trains and flat not in self._order:
+                self._order.append(flat)
+        return True
+
+    def _before_state_dict(self, module: nn.Module, *_: object) -> None:
+        self._saves = module if self._saves is None else self._saves
+
+    def _give_weights(self, inside: str, module: nn.Module, *found: Any) -> None:
+        if self._saves is module:  # a submodule's weights are given with those of the module that is saved
+            self._saves = None
+            super()._give_weights(inside, module, *found)
+
+    # Passes
+
+    def _before_forward(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if runs_backward():
+            self._begin()  # before a reentrant checkpoint begins a pass inside this one
+        else:
+            self._heard.append(layer)
+        super()._before_forward(layer, args, kwargs)
+
+    def _begin(self) -> None:
+        if self._pass is not None:
+            return
+        super()._begin()
+        if self._heard:
+            self._order = self._order_after(self._heard)
+        for flat, piece in self._pieces():
+            if flat.gradient is not None and not _is_given(flat, piece):  # set to None, or replaced
+                flat.gradient[piece.in_shard] = 0
+
+    def _before_backward(self, layer: nn.Module, call: int) -> None:
+        _refuse_double_backward()
+        super()._before_backward(layer, call)
+
+    def _on_gradient(self, index: int) -> None:
+        _refuse_double_backward()
+        if self._pass in (None, torch._C._current_graph_task_id()):
+            super()._on_gradient(index)
+        else:  # of a reentrant checkpoint; others of this parameter may follow
+            self._used.add(index)
+
+    @torch.no_grad()
     def _end_pass(self) -> None:
         super()._end_pass()
+        self._heard.clear()
+        others = [
+            (piece.part, piece.part.grad)
+            for flat, piece in self._pieces()
+            if piece.part.grad is not None and not _is_given(flat, piece)
+        ]
         self.finish()
+        for part, gradient in others:  # of a penalty on the slices, say
+            if part.grad is not gradient:
+                part.grad += gradient  # type: ignore[operator]
+        self._spread_nonfinite()
+
+    def _spread_nonfinite(self) -> None:
+        """Make the first gradient of every rank NaN if any rank's gradient is not finite."""
+        gradients = [flat.gradient for flat in self._flats if flat.gradient is not None]
+        sums = [gradient.sum(dtype=torch.float64) for gradient in gradients]
+        found = torch.stack([*sums, torch.zeros((), dtype=torch.float64, device=self.ranks.device)]).sum() * 0
+        found = sum_over_ranks(found, self.ranks)
+        for gradient in present_gradients(piece.part for flat in self._flats for piece in flat.held())[:1]:
+            gradient[:1] += found
+
+    def reset(self) -> None:
+        super().reset()
+        self._heard.clear()
+
+
+def _place(flat: torch.Tensor, piece: Piece) -> int:
+    return flat.data_ptr() + piece.in_shard.start * flat.itemsize
+
+
+def _is_given(flat: FreedShards, piece: Piece) -> bool:
+    """Return whether the slice's gradient is its part of the flat gradient."""
+    mine = piece.part.grad
+    return flat.gradient is not None and mine is not None and mine.data_ptr() == _place(flat.gradient, piece)
+
+
+def _refuse_double_backward() -> None:
+    if torch.is_grad_enabled():
+        raise UsageError(
+            "parallel.double_backward",
+            "FSDP: create_graph=True differentiates through weights that are freed in the first pass",
+            hint="use DataParallel",
+        )
+
+
+class _Sliced(dict[str, Any]):
+    """The `_parameters` of a module under FSDP. Listed, and read outside of calls, they are this rank's slices.
+
+    PyTorch reads `module.weight` from `_parameters` by `[]`, and lists parameters by `items`. The dict itself holds
+    the whole parameters.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        sync: _FinishedByThePass,
+        places: Mapping[nn.Parameter, tuple[FreedShards, nn.Parameter]],
+    ) -> None:
+        super().__init__(module._parameters)
+        self._name, self._sync = name or type(module).__name__, sync
+        self._places = {key: places[whole] for key, whole in module._parameters.items() if whole is not None}
+
+    def __getitem__(self, key: str) -> Any:
+        whole = super().__getitem__(key)
+        if (place := self._places.get(key)) is None:
+            return whole
+        flat, part = place
+        # The compiler traces calls of open layers only, and must not meet what changes.
+        if flat.lent is not None or (torch.compiler.is_compiling() and flat.is_open):
+            return whole
+        return whole if self._sync.reads_whole(flat) else part
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        flat, _ = self._places.get(key, (None, None))
+        if flat is None or flat.lent is None or value is None:
+            raise _changed("replaced", f"{self._name}.{key} was set", "set parameters first")
+        with torch.no_grad():  # load_state_dict(assign=True)
+            super().__getitem__(key).copy_(value)
+
+    def items(self) -> Any:
+        return [(key, self._listed(key)) for key in self]
+
+    def values(self) -> Any:
+        return [self._listed(key) for key in self]
+
+    def _listed(self, key: str) -> Any:
+        flat, part = self._places.get(key, (None, None))
+        return super().__getitem__(key) if flat is None or flat.lent is not None else part
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(
+            "parallel.not_copied",
+            f"FSDP: {self._name} cannot be copied or pickled: other ranks hold parts of it",
+            hint="copy or save state_dict(), or gather_full_parameters(model)",
+        )
+
+
+def _changed(what: str, message: str, first: str, owner: str = "FSDP") -> UsageError:
+    return UsageError(
+        f"parallel.{what}", f"{owner}: {message} after it was wrapped", hint=f"{first}, then make {owner}"
+    )
+
+
+class _Members:
+    """The submodules and parameters of a module, to notice in a few microseconds when they are replaced."""
+
+    def __init__(self, module: nn.Module, owner: str) -> None:
+        self._module, self._owner = module, owner
+        self._parameters = set(module.parameters())
+        self._remember()
+
+    def _remember(self) -> None:
+        self._dicts: list[dict[str, Any]] = [
+            held for m in self._module.modules() for held in (m._modules, m._parameters)
+        ]
+        self._known = self._now()
+
+    def _now(self) -> list[Any]:
+        return list(itertools.chain.from_iterable(map(dict.values, self._dicts)))
+
+    def refuse_changes(self) -> None:
+        now = self._now()
+        if len(now) == len(self._known) and all(map(operator.is_, now, self._known)):
+            return
+        for name, parameter in self._module.named_parameters():
+            if parameter not in self._parameters:
+                raise _changed("replaced", f"{name} was set", "set parameters and layers first", self._owner)
+        self._remember()
