@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -15,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from lmkit.core.adamw import loss_of
 from lmkit.core.buckets import MIB, on_gradient
-from lmkit.core.step import clip_for, gradient_norm
+from lmkit.core.step import clip_for, gradient_norm, has_slices
 from lmkit.errors import UsageError
 from lmkit.parallel.buckets import at_end_of_pass, runs_backward
 from lmkit.parallel.collectives import Averager, Traffic, norm_over_ranks, sum_over_ranks
@@ -58,11 +56,14 @@ class DataParallel(nn.Module):
                 f"DataParallel: {name} shards more than gradients",
                 hint="use DataParallel with ShardedOptimizer, or build_strategy",
             )
+        _refuse_slices("DataParallel", module.parameters())
+        self._made_with = {"strategy": strategy, **options}
         table = {key: options.pop(key) for key in list(options) if key in ParallelConfig.model_fields}
         ranks = Ranks.current()
         self._sync = build_strategy(ParallelConfig(strategy=name, **table, options=options), ranks)
         self.module = module
-        self._frozen = _frozen(module.parameters()) if ranks.world_size > 1 else []
+        watched = module if ranks.world_size > 1 else nn.Module()
+        self._watch = _Watch("DataParallel", watched.named_parameters(), watched)
         # Not a submodule: the strategy may wrap the module once more.
         self.__dict__["_call"] = self._sync.attach(module)
         self._is_finished = False  # whether the end of a backward pass has averaged the gradients
@@ -73,12 +74,15 @@ class DataParallel(nn.Module):
                 on_gradient(parameter, self._on_gradient)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        _refuse_unfrozen(self._frozen, "DataParallel")
+        self._watch.look()
         self._is_finished = False
         if self._is_running and not runs_backward():  # the last pass raised
             self._sync.reset()
             self._is_running = False
         return self._call(*args, **kwargs)  # type: ignore[operator]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return partial(DataParallel, **self._made_with), (self.module,), {"training": self.training}
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate the gradients of the passes inside, without communication. Enter it before the forward pass."""
@@ -114,7 +118,7 @@ class ShardedOptimizer(Zero1Optimizer):
     gradient, keep their values.
 
     Args:
-        params: parameters or parameter groups.
+        params: parameters, named parameters, or parameter groups.
         optimizer_class: a class of `torch.optim`, or `lmkit.optim.AdamW`.
         options: its keyword arguments.
 
@@ -131,9 +135,9 @@ class ShardedOptimizer(Zero1Optimizer):
         alone = ranks.world_size == 1
         self._links = Links(ranks, None if alone else Gather(Averager(ranks, Traffic())))
         self._given: list[list[nn.Parameter]] = []
-        self._frozen: list[nn.Parameter] = []
+        self._watches: list[_Watch] = []
         listed = list(params)
-        groups = [{"params": listed}] if not listed or isinstance(listed[0], torch.Tensor) else listed
+        groups = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
         buckets = [bucket for group in groups for bucket in self._shard(group["params"])]
         given = [{**group, "params": mine} for group, mine in zip(groups, self._given, strict=True)]
         super().__init__(lambda shards: optimizer_class(shards, **options), given, buckets, ranks)
@@ -156,7 +160,8 @@ class ShardedOptimizer(Zero1Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update the parameters by gradients that are equal on all ranks. Collective."""
-        _refuse_unfrozen(self._frozen, "ShardedOptimizer")
+        for watch in self._watches:
+            watch.look()
         loss = None if closure is None else loss_of(closure)
         for mine, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update({**mine, "params": inner["params"]})  # a schedule may have set "lr"
@@ -172,30 +177,56 @@ class ShardedOptimizer(Zero1Optimizer):
     @torch.no_grad()
     def _shard(self, given: Any) -> list[KeptShards]:
         """Move a group's parameters into buckets; remember the group."""
-        parameters = [given] if isinstance(given, nn.Parameter) else list(dict.fromkeys(given))
+        listed: list[Any] = [given] if isinstance(given, torch.Tensor) else list(given)
+        parameters = list(dict.fromkeys(x[1] if isinstance(x, tuple) else x for x in listed))
+        _refuse_slices("ShardedOptimizer", parameters)
         if not {parameter for group in self._given for parameter in group}.isdisjoint(parameters):
             raise ValueError("a parameter is in more than one parameter group")
         number = len(self._given)
         self._given.append(parameters)
-        self._frozen += _frozen(parameters)
         names = {parameter: f"{number}.{index}" for index, parameter in enumerate(parameters)}
         planned = plan_shards([parameters], names, capacity=_BUCKET_BYTES, weights="fp32")
-        return [KeptShards(bucket, names, self._links) for _, bucket in planned]
+        buckets = [KeptShards(bucket, names, self._links) for _, bucket in planned]
+        named = ((f"{name}, counted by group and position,", p) for p, name in names.items())
+        self._watches.append(_Watch("ShardedOptimizer", named, memory=True))
+        return buckets
 
 
-def _frozen(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    return [parameter for parameter in parameters if not parameter.requires_grad]
+class _Watch:
+    """Refuses what changed after a module or its parameters were wrapped: training would go wrong in silence.
+
+    Args:
+        owner: what wrapped them.
+        named: the parameters.
+        module: it must get no other parameters.
+        memory: the parameters that train must keep their memory.
+    """
+
+    def __init__(self, owner: str, named: Iterable[Any], module: Any = None, memory: bool = False) -> None:
+        self._owner, self._module = owner, module
+        self._held = [(name, p, p.requires_grad, memory and p.data_ptr()) for name, p in named]
+        self._known = {id(parameter) for _, parameter, *_ in self._held}
+
+    @torch.compiler.disable
+    def look(self) -> None:
+        for name, parameter, trained, memory in self._held:
+            if parameter.requires_grad and not trained:
+                raise self.refusal("unfrozen", f"{name} was frozen then, and requires gradients now")
+            if trained and memory is not False and parameter.data_ptr() != memory:
+                raise self.refusal("moved", f"{name} lies in other memory now (.to, .half, .data = ...)")
+        if self._module is not None and not self._known.issuperset(map(id, self._module.parameters())):
+            new = next(name for name, p in self._module.named_parameters() if id(p) not in self._known)
+            raise self.refusal("replaced", f"{new} is another parameter now")
+
+    def refusal(self, what: str, change: str) -> UsageError:
+        hint = f"change the model first, then make {self._owner}"
+        return UsageError(f"parallel.{what}", f"{self._owner}: {change}", hint=hint)
 
 
-def _refuse_unfrozen(frozen: list[nn.Parameter], owner: str) -> None:
-    """Refuse parameters that require gradients now and did not when `owner` took them: their gradients would stay on
-    this rank, or nothing would update them."""
-    if count := len(frozen) - len(_frozen(frozen)):
-        raise UsageError(
-            "parallel.unfrozen",
-            f"{owner}: parameters that were frozen when it was made require gradients now: {count}",
-            hint=f"set requires_grad first, then make {owner}",
-        )
+def _refuse_slices(owner: str, parameters: Iterable[torch.Tensor]) -> None:
+    if has_slices(parameters):
+        message = f"{owner}: FSDP has sharded some of the parameters"
+        raise UsageError("parallel.sharded_twice", message, hint="use one FSDP(module, layers=...)")
 
 
 def _take_own_gradients(bucket: KeptShards) -> None:
@@ -247,6 +278,7 @@ class FSDP(nn.Module):
         reshard_after_forward: bool = True,
     ) -> None:
         super().__init__()
+        _refuse_slices("FSDP", module.parameters())
         config = ParallelConfig(strategy="fsdp", options={"reshard_after_forward": reshard_after_forward})
         self._sync = _FinishedByThePass(Ranks.current(), config)
         self._sync.compute_dtype = compute_dtype
@@ -282,11 +314,9 @@ class FSDP(nn.Module):
         clip_for(None, gradients, norm, max_norm)
         return norm
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this rank's elements of every parameter; of small ones it may have none."""
-        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+        return self.module.named_parameters(*args, **kwargs)
 
 
 def gather_full_parameters(model: FSDP) -> dict[str, torch.Tensor]:
@@ -298,15 +328,11 @@ def _find_layers(module: nn.Module, wanted: Iterable[nn.Module | type[nn.Module]
     found: set[nn.Module] = set()
     inside = list(module.modules())[1:]
     for layer in wanted:
-        those = [m for m in inside if m is layer or (isinstance(layer, type) and isinstance(m, layer))]
+        those = {m for m in inside if m is layer or (isinstance(layer, type) and isinstance(m, layer))}
         if not those:
-            named = layer.__name__ if isinstance(layer, type) else type(layer).__name__
-            raise UsageError(
-                "parallel.no_such_layer",
-                f"FSDP: layers: no {named} of the list is inside {type(module).__name__}",
-                hint="name modules of `module.modules()`, or their classes",
-            )
-        found.update(those)
+            message = f"FSDP: layers: {layer!r:.80} is not inside {type(module).__name__}"
+            raise UsageError("parallel.no_such_layer", message, hint="name modules inside, or their classes")
+        found |= those
     return found
 
 
@@ -320,26 +346,24 @@ class _FinishedByThePass(Fsdp):
 
     def attach(self, model: nn.Module, *, fingerprint: str = "") -> nn.Module:
         super().attach(model, fingerprint=fingerprint)
-        self._heard: list[
-            nn.Module
-        ] = []  # layers in the order of their calls, also of those without gradients
-        places: dict[nn.Parameter, tuple[FreedShards, nn.Parameter]] = {}
-        for flat, piece in self._pieces():
+        self._heard: dict[nn.Module, None] = {}  # layers by their last calls, also of calls without gradients
+        self._pieces = [(flat, piece) for flat in self._flats for piece in flat.pieces]
+        places = {piece.parameter: (flat, piece.part) for flat, piece in self._pieces}
+        parts = ((piece.name, piece.part) for _, piece in self._pieces)
+        self.watch = _Watch("FSDP", parts, model, memory=True)
+        for _, piece in self._pieces:
             piece.part.whole_dim = piece.parameter.dim()  # type: ignore[attr-defined]
-            places[piece.parameter] = flat, piece.part
         for name, module in model.named_modules():
-            module.__dict__["_parameters"] = _Sliced(module, name, self, places)
+            module.__dict__["_parameters"] = _Sliced(
+                module._parameters, name or type(module).__name__, self, places
+            )
             module.register_state_dict_pre_hook(self._before_state_dict)
             if module is not model:
                 module.register_state_dict_post_hook(partial(self._give_weights, f"{name}."))
         for module in (model, *self._flats_of):
             module.register_forward_pre_hook(self._before_call, with_kwargs=True, prepend=True)
             module.register_forward_hook(self._after_call, always_call=True)
-        self._members = _Members(model, "FSDP")
         return model
-
-    def _pieces(self) -> Iterator[tuple[FreedShards, Piece]]:
-        return ((flat, piece) for flat in self._flats for piece in flat.pieces)
 
     # Calls
 
@@ -362,12 +386,10 @@ class _FinishedByThePass(Fsdp):
         self._is_stale = self._is_stale and self._depth > 0
 
     @torch.compiler.disable
-    def _before_call(
-        self, module: nn.Module, args: tuple, kwargs: dict[str, Any]
-    ) -> tuple[tuple, dict] | None:
+    def _before_call(self, module: nn.Module, *given: Any) -> Any:
         self._enter()
         self._look()
-        return tree_map(self._cast, (args, kwargs)) if module is self._model else None
+        return tree_map(self._cast, given) if module is self._model else None
 
     @torch.compiler.disable
     def _after_call(self, *_: object) -> None:
@@ -382,15 +404,7 @@ class _FinishedByThePass(Fsdp):
         if not self._is_stale:
             return
         self._is_stale, self._saves = False, None
-        self._members.refuse_changes()
-        for flat, piece in self._pieces():
-            part = piece.part
-            if part.requires_grad != flat.trains:
-                raise _changed("unfrozen", f"{piece.name} was frozen or unfrozen", "set requires_grad first")
-            if part.numel() and part.data_ptr() != _place(flat.shard, piece):
-                raise _changed(
-                    "moved", f"{piece.name} has other memory", "move, cast and replace weights first"
-                )
+        self.watch.look()
         self.refresh()
 
     @torch.compiler.disable
@@ -403,8 +417,6 @@ class _FinishedByThePass(Fsdp):
         if not flat.is_open:
             flat.kept = True
             flat.open()
-            if self._pass is not None and flat.trains and flat not in self._order:
-                self._order.append(flat)
         return True
 
     def _before_state_dict(self, module: nn.Module, *_: object) -> None:
@@ -417,11 +429,13 @@ class _FinishedByThePass(Fsdp):
 
     # Passes
 
+    @torch.compiler.disable
     def _before_forward(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if runs_backward():
             self._begin()  # before a reentrant checkpoint begins a pass inside this one
         else:
-            self._heard.append(layer)
+            self._heard.pop(layer, None)
+            self._heard[layer] = None
         super()._before_forward(layer, args, kwargs)
 
     def _begin(self) -> None:
@@ -429,8 +443,8 @@ class _FinishedByThePass(Fsdp):
             return
         super()._begin()
         if self._heard:
-            self._order = self._order_after(self._heard)
-        for flat, piece in self._pieces():
+            self._order = self._order_after([*self._heard])
+        for flat, piece in self._pieces:
             if flat.gradient is not None and not _is_given(flat, piece):  # set to None, or replaced
                 flat.gradient[piece.in_shard] = 0
 
@@ -451,21 +465,23 @@ class _FinishedByThePass(Fsdp):
         self._heard.clear()
         others = [
             (piece.part, piece.part.grad)
-            for flat, piece in self._pieces()
+            for flat, piece in self._pieces
             if piece.part.grad is not None and not _is_given(flat, piece)
         ]
         self.finish()
         for part, gradient in others:  # of a penalty on the slices, say
             if part.grad is not gradient:
                 part.grad += gradient  # type: ignore[operator]
+        for _, piece in self._pieces:
+            if not piece.part.requires_grad:  # frozen since it was wrapped
+                piece.part.grad = None
         self._spread_nonfinite()
 
     def _spread_nonfinite(self) -> None:
         """Make the first gradient of every rank NaN if any rank's gradient is not finite."""
-        gradients = [flat.gradient for flat in self._flats if flat.gradient is not None]
-        sums = [gradient.sum(dtype=torch.float64) for gradient in gradients]
-        found = torch.stack([*sums, torch.zeros((), dtype=torch.float64, device=self.ranks.device)]).sum() * 0
-        found = sum_over_ranks(found, self.ranks)
+        held = [flat.gradient for flat in self._flats if flat.gradient is not None]
+        sums = (gradient.sum(dtype=torch.float32) for gradient in held)
+        found = sum_over_ranks(sum(sums, torch.zeros((), device=self.ranks.device)) * 0, self.ranks)
         for gradient in present_gradients(piece.part for flat in self._flats for piece in flat.held())[:1]:
             gradient[:1] += found
 
@@ -474,23 +490,21 @@ class _FinishedByThePass(Fsdp):
         self._heard.clear()
 
 
-def _place(flat: torch.Tensor, piece: Piece) -> int:
-    return flat.data_ptr() + piece.in_shard.start * flat.itemsize
-
-
 def _is_given(flat: FreedShards, piece: Piece) -> bool:
     """Return whether the slice's gradient is its part of the flat gradient."""
-    mine = piece.part.grad
-    return flat.gradient is not None and mine is not None and mine.data_ptr() == _place(flat.gradient, piece)
+    mine, whole = piece.part.grad, flat.gradient
+    if mine is None or whole is None:
+        return False
+    return mine.data_ptr() == whole.data_ptr() + piece.in_shard.start * whole.itemsize
 
 
 def _refuse_double_backward() -> None:
     if torch.is_grad_enabled():
-        raise UsageError(
-            "parallel.double_backward",
-            "FSDP: create_graph=True differentiates through weights that are freed in the first pass",
-            hint="use DataParallel",
-        )
+        message = "FSDP: create_graph=True would need weights that this pass frees"
+        raise UsageError("parallel.double_backward", message, hint="use DataParallel")
+
+
+Places = Mapping[nn.Parameter, tuple[FreedShards, nn.Parameter]]
 
 
 class _Sliced(dict[str, Any]):
@@ -500,80 +514,31 @@ class _Sliced(dict[str, Any]):
     the whole parameters.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        name: str,
-        sync: _FinishedByThePass,
-        places: Mapping[nn.Parameter, tuple[FreedShards, nn.Parameter]],
-    ) -> None:
-        super().__init__(module._parameters)
-        self._name, self._sync = name or type(module).__name__, sync
-        self._places = {key: places[whole] for key, whole in module._parameters.items() if whole is not None}
+    def __init__(self, given: Mapping[str, Any], name: str, sync: _FinishedByThePass, places: Places) -> None:
+        super().__init__(given)
+        self._name, self._sync = name, sync
+        self._places = {key: places[whole] for key, whole in given.items() if whole is not None}
 
     def __getitem__(self, key: str) -> Any:
         whole = super().__getitem__(key)
-        if (place := self._places.get(key)) is None:
-            return whole
-        flat, part = place
+        flat, part = self._places.get(key, (None, whole))
         # The compiler traces calls of open layers only, and must not meet what changes.
-        if flat.lent is not None or (torch.compiler.is_compiling() and flat.is_open):
+        if flat is None or flat.lent is not None or (torch.compiler.is_compiling() and flat.is_open):
             return whole
         return whole if self._sync.reads_whole(flat) else part
 
     def __setitem__(self, key: str, value: Any) -> None:
         flat, _ = self._places.get(key, (None, None))
         if flat is None or flat.lent is None or value is None:
-            raise _changed("replaced", f"{self._name}.{key} was set", "set parameters first")
+            raise self._sync.watch.refusal("replaced", f"{self._name}.{key} is set to another parameter")
         with torch.no_grad():  # load_state_dict(assign=True)
             super().__getitem__(key).copy_(value)
 
     def items(self) -> Any:
-        return [(key, self._listed(key)) for key in self]
-
-    def values(self) -> Any:
-        return [self._listed(key) for key in self]
-
-    def _listed(self, key: str) -> Any:
-        flat, part = self._places.get(key, (None, None))
-        return super().__getitem__(key) if flat is None or flat.lent is not None else part
+        """Return the slices; while weights are loaded, the whole parameters."""
+        slices = {key: part for key, (flat, part) in self._places.items() if flat.lent is None}
+        return ((key, slices.get(key, whole)) for key, whole in super().items())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise UsageError(
-            "parallel.not_copied",
-            f"FSDP: {self._name} cannot be copied or pickled: other ranks hold parts of it",
-            hint="copy or save state_dict(), or gather_full_parameters(model)",
-        )
-
-
-def _changed(what: str, message: str, first: str, owner: str = "FSDP") -> UsageError:
-    return UsageError(
-        f"parallel.{what}", f"{owner}: {message} after it was wrapped", hint=f"{first}, then make {owner}"
-    )
-
-
-class _Members:
-    """The submodules and parameters of a module, to notice in a few microseconds when they are replaced."""
-
-    def __init__(self, module: nn.Module, owner: str) -> None:
-        self._module, self._owner = module, owner
-        self._parameters = set(module.parameters())
-        self._remember()
-
-    def _remember(self) -> None:
-        self._dicts: list[dict[str, Any]] = [
-            held for m in self._module.modules() for held in (m._modules, m._parameters)
-        ]
-        self._known = self._now()
-
-    def _now(self) -> list[Any]:
-        return list(itertools.chain.from_iterable(map(dict.values, self._dicts)))
-
-    def refuse_changes(self) -> None:
-        now = self._now()
-        if len(now) == len(self._known) and all(map(operator.is_, now, self._known)):
-            return
-        for name, parameter in self._module.named_parameters():
-            if parameter not in self._parameters:
-                raise _changed("replaced", f"{name} was set", "set parameters and layers first", self._owner)
-        self._remember()
+        message = f"FSDP: {self._name} cannot be copied or pickled: other ranks hold parts of it"
+        raise UsageError("parallel.not_copied", message, hint="copy or save its state_dict()")

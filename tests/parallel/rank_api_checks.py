@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from raising import raises
 from rank_model import (
     FLOAT64_TOLERANCE,
     OrderlyModel,
@@ -28,7 +27,6 @@ from torch.utils.checkpoint import checkpoint
 
 from lmkit.core.adamw import decay_groups
 from lmkit.core.step import clip_gradients
-from lmkit.errors import UsageError
 from lmkit.measure.memory import claim_workspaces
 from lmkit.model.transformer import TransformerLM
 from lmkit.optim.adamw import AdamW
@@ -182,25 +180,6 @@ def check_sharded_optimizer_edges(ranks: Ranks) -> None:
     optimizer.zero_grad()
     optimizer.step()  # without gradients
     assert weight.tolist() == [0.5] * 5
-
-
-@check()
-def check_parameters_unfrozen_after_wrapping_are_refused(ranks: Ranks) -> None:
-    """Their gradients would not be averaged, or nothing would update them."""
-    layer, other, third = (nn.Linear(3, 3).to(ranks.device) for _ in range(3))
-    for module in (layer, other, third):
-        module.weight.requires_grad_(False)
-    model, whole = DataParallel(layer), FSDP(other)
-    optimizer = ShardedOptimizer(third.parameters(), torch.optim.SGD, lr=0.5)
-    x = torch.ones(2, 3, device=ranks.device)
-    for module in (model, whole, third):
-        module(x).sum().backward()
-    optimizer.step()
-    for module in (layer, other, third):
-        module.weight.requires_grad_(True)
-    for call in (lambda: model(x), lambda: whole(x), optimizer.step):
-        with raises(UsageError, "parallel.unfrozen"):
-            call()
 
 
 @check()
