@@ -537,7 +537,7 @@ class _Sliced(dict[str, Any]):
     def items(self) -> Any:
         """Return the slices; while weights are loaded, the whole parameters."""
         slices = {key: part for key, (flat, part) in self._places.items() if flat.lent is None}
-        return ((key, slices.get(key, whole)) for key, whole in super().items())
+        return [(key, slices.get(key, whole)) for key, whole in super().items()]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         message = f"FSDP: {self._name} cannot be copied or pickled: other ranks hold parts of it"
