@@ -377,8 +377,7 @@ class _FinishedByThePass(Fsdp):
             self._leave()
 
     def _enter(self) -> None:
-        if not self._depth and not runs_backward():
-            self._is_stale = True
+        self._is_stale = self._is_stale or not (self._depth or runs_backward())
         self._depth += 1
 
     def _leave(self) -> None:
@@ -401,11 +400,10 @@ class _FinishedByThePass(Fsdp):
 
     def _look(self) -> None:
         """Once in each call: free gathered weights, which the step may have made stale; refuse a changed module."""
-        if not self._is_stale:
-            return
-        self._is_stale, self._saves = False, None
-        self.watch.look()
-        self.refresh()
+        if self._is_stale:
+            self._is_stale, self._saves = False, None
+            self.watch.look()
+            self.refresh()
 
     @torch.compiler.disable
     def reads_whole(self, flat: FreedShards) -> bool:
@@ -464,17 +462,14 @@ class _FinishedByThePass(Fsdp):
         super()._end_pass()
         self._heard.clear()
         others = [
-            (piece.part, piece.part.grad)
-            for flat, piece in self._pieces
-            if piece.part.grad is not None and not _is_given(flat, piece)
+            (piece.part, None if _is_given(flat, piece) else piece.part.grad) for flat, piece in self._pieces
         ]
         self.finish()
-        for part, gradient in others:  # of a penalty on the slices, say
-            if part.grad is not gradient:
-                part.grad += gradient  # type: ignore[operator]
-        for _, piece in self._pieces:
-            if not piece.part.requires_grad:  # frozen since it was wrapped
-                piece.part.grad = None
+        for part, other in others:
+            if other is not None and part.grad is not other:  # of a penalty on the slices, say
+                part.grad += other  # type: ignore[operator]
+            if not part.requires_grad:  # frozen since it was wrapped
+                part.grad = None
         self._spread_nonfinite()
 
     def _spread_nonfinite(self) -> None:
@@ -493,9 +488,8 @@ class _FinishedByThePass(Fsdp):
 def _is_given(flat: FreedShards, piece: Piece) -> bool:
     """Return whether the slice's gradient is its part of the flat gradient."""
     mine, whole = piece.part.grad, flat.gradient
-    if mine is None or whole is None:
-        return False
-    return mine.data_ptr() == whole.data_ptr() + piece.in_shard.start * whole.itemsize
+    place = None if whole is None else whole.data_ptr() + piece.in_shard.start * whole.itemsize
+    return mine is not None and mine.data_ptr() == place
 
 
 def _refuse_double_backward() -> None:
