@@ -187,7 +187,7 @@ BUDGETS = {
     "measure": 1438,
     "model": 1281,
     "optim": 466,
-    "parallel": 2429,
+    "parallel": 2495,
     "profile": 957,
     "recipe": 1202,
     "storage": 376,

@@ -155,7 +155,7 @@ def clip_gradients(parameters: Tensor | Iterable[Tensor], max_norm: float) -> Te
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else parameters
     parameters = list(parameters)
-    if any(hasattr(parameter, "whole_dim") for parameter in parameters):
+    if has_slices(parameters):
         raise ValueError(
             "these are one rank's parts of the parameters: call clip_grad_norm_ of lmkit's FSDP module"
         )
@@ -163,6 +163,11 @@ def clip_gradients(parameters: Tensor | Iterable[Tensor], max_norm: float) -> Te
     norm = gradient_norm(grads)
     clip_for(None, grads, norm, max_norm)
     return norm
+
+
+def has_slices(parameters: Iterable[Tensor]) -> bool:
+    """Return whether `lmkit.parallel.FSDP` has left this rank only a part of some of the parameters."""
+    return any(hasattr(parameter, "whole_dim") for parameter in parameters)
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -67,10 +67,12 @@ class Fsdp(Strategy):
 
     Attributes:
         compute_dtype: dtype in which fp32 weights are gathered; None: that of `parallel.weights`.
+        named_layers: modules that are layers, too, however deep they lie.
         saves_everywhere: whether `state_dict` has the weights on every rank.
     """
 
     compute_dtype: torch.dtype | None = None
+    named_layers: Set[nn.Module] = frozenset()
     saves_everywhere = False
 
     def __init__(self, ranks: Ranks, config: ParallelConfig) -> None:
@@ -106,7 +108,7 @@ class Fsdp(Strategy):
         super().attach(model, fingerprint=fingerprint)
         if is_on_meta:
             leave_meta(model, self.ranks.device)
-        layers = list(forward_units(model))
+        layers = list(dict.fromkeys(forward_units(model, self.named_layers)))
         if self.ranks.world_size > 1:
             self._link(len(layers))
         self._shard(model, layers)
@@ -180,7 +182,7 @@ class Fsdp(Strategy):
                 module.register_load_state_dict_pre_hook(lambda *_, flat=flat: flat.lend(flat.gather_state()))
                 module.register_load_state_dict_post_hook(lambda *_, flat=flat: flat.take_back())
         model.register_load_state_dict_post_hook(lambda *_: self.refresh())
-        model.register_state_dict_post_hook(lambda _, *found: self._give_weights(*found))
+        model.register_state_dict_post_hook(partial(self._give_weights, ""))
         for index, parameter in enumerate(self.parameters):
             on_gradient(parameter, self._on_gradient, index)
 
@@ -222,16 +224,21 @@ class Fsdp(Strategy):
         self._sharded.load_masters(weights)
         return True
 
-    def _give_weights(self, state_dict: dict[str, Any], prefix: str, _: object) -> None:
+    def _give_weights(
+        self, inside: str, module: nn.Module, state_dict: dict[str, Any], prefix: str, _: object
+    ) -> None:
+        """Complete the state dict of the model, or of its module whose names begin with `inside`. Collective."""
         weights = self.whole_weights("cpu" if self.ranks.is_first or self.saves_everywhere else "meta")
         for name in state_dict:
-            if name.startswith(prefix) and (plain := plain_name(name.removeprefix(prefix))) in weights:
+            if (
+                name.startswith(prefix)
+                and (plain := plain_name(inside + name.removeprefix(prefix))) in weights
+            ):
                 state_dict[name] = weights[plain]
 
     def _hide_all(self) -> None:
         for flat in self._flats:
-            if not flat.kept:
-                flat.hide()
+            flat.hide()
 
     # Forward. A compiled layer runs these hooks around its graph, not in it.
 
@@ -276,10 +283,13 @@ class Fsdp(Strategy):
         self._arrived: Counter[FreedShards] = Counter()
         self._next = 0
         if self._calls or not self._order:  # else a graph is passed once more
-            called = [flat for layer in reversed(self._calls) for flat in self._flats_of[layer]]
-            kept = [flat for flat in self._flats if flat.kept]
-            self._order = [flat for flat in dict.fromkeys([*called, *kept]) if flat.trains]
+            self._order = self._order_after(self._calls)
         at_end_of_pass(self._end_pass)
+
+    def _order_after(self, calls: list[nn.Module]) -> list[FreedShards]:
+        called = [flat for layer in reversed(calls) for flat in self._flats_of[layer]]
+        kept = [flat for flat in self._flats if flat.kept]
+        return [flat for flat in dict.fromkeys([*called, *kept]) if flat.trains]
 
     def _before_backward(self, layer: nn.Module, call: int) -> None:
         self._begin()
@@ -324,8 +334,7 @@ class Fsdp(Strategy):
             if self._reducing:
                 self._reducing[-1].replicate()
             self._reducing.append(flat)
-            if not flat.kept:
-                flat.hide()
+            flat.hide()
 
     def _end_pass(self) -> None:
         """Make the collectives that other ranks' passes may have made, then free all weights."""
@@ -417,6 +426,8 @@ class FreedShards(FlatShards):
     Attributes:
         trains: whether the parameters require gradients: all do, or none.
         kept: keep the weights gathered, because they are read without a layer's call.
+        is_open: whether the parameters are the gathered weights.
+        lent: the tensor that `lend` showed, or None.
     """
 
     kept = False
@@ -429,9 +440,9 @@ class FreedShards(FlatShards):
         self._views = self._parts(self._weights)
         self._weights.untyped_storage().resize_(0)
         self._absent = [absent(p.shape, self._weight_dtype, self._device) for p in self.parameters]
-        self._is_gathered = self._is_open = False
+        self._is_gathered = self.is_open = False
         self._is_replicating = False
-        self._lent: torch.Tensor | None = None
+        self.lent: torch.Tensor | None = None
 
     def make_shard(self) -> None:
         """Allocate the shard, as zeros. Call it after all flat tensors were made: each is whole for a moment."""
@@ -460,21 +471,25 @@ class FreedShards(FlatShards):
         """Start gathering, wait (on GPUs the current stream waits), and point the parameters at the weights."""
         self.start()
         self.wait_gathered()
-        if not self._is_open:
+        if not self.is_open:
             self._show(self._views)
-            self._is_open = True
+            self.is_open = True
 
     def hide(self) -> None:
-        """Free the gathered weights."""
+        """Free the gathered weights, unless they are kept."""
+        if not self.kept:
+            self._free()
+
+    def _free(self) -> None:
         if not self._is_gathered:
             return
         self.wait_gathered()
         self._show(self._absent)
-        self._is_gathered = self._is_open = False
+        self._is_gathered = self.is_open = False
         self._weights.untyped_storage().resize_(0)
 
     def spread(self) -> None:
-        self.hide()
+        self._free()
         if self.kept:
             self.open()
 
@@ -485,18 +500,18 @@ class FreedShards(FlatShards):
         if whole is None:
             whole = torch.zeros(self.size, dtype=self._given_dtype, device=self.shard.device)
             torch._foreach_copy_(self._parts(whole), [p.detach() for p in self.parameters])
-        self.hide()
+        self._free()
         self._show(self._parts(whole))
-        self._lent = whole
+        self.lent = whole
 
     @torch.no_grad()
     def take_back(self, *, of_first: bool = False) -> None:
         """Copy this rank's shard out of what `lend` showed; `of_first`: with rank 0's values, collectively."""
-        assert self._lent is not None
+        assert self.lent is not None
         if of_first and self.links.gathers is not None:
-            dist.broadcast(self._lent.view(torch.uint8), src=0)  # backends do not know every dtype
-        self.shard.copy_(self.links.ranks.own_part(self._lent))
-        self._lent = None
+            dist.broadcast(self.lent.view(torch.uint8), src=0)  # backends do not know every dtype
+        self.shard.copy_(self.links.ranks.own_part(self.lent))
+        self.lent = None
         self._show(self._absent)
 
     # Gradients

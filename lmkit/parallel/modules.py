@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,13 +13,14 @@ from torch.utils._pytree import tree_map
 
 from lmkit.core.adamw import loss_of
 from lmkit.core.buckets import MIB, on_gradient
-from lmkit.core.step import clip_for, gradient_norm
+from lmkit.core.step import clip_for, gradient_norm, has_slices
 from lmkit.errors import UsageError
 from lmkit.parallel.buckets import at_end_of_pass, runs_backward
-from lmkit.parallel.collectives import Averager, Traffic, norm_over_ranks
-from lmkit.parallel.fsdp import Fsdp
+from lmkit.parallel.collectives import Averager, Traffic, norm_over_ranks, sum_over_ranks
+from lmkit.parallel.fsdp import FreedShards, Fsdp
 from lmkit.parallel.gather import Gather, Links
 from lmkit.parallel.ranks import Ranks
+from lmkit.parallel.shards import Piece
 from lmkit.parallel.strategy import build_strategy, present_gradients, trainable_parameters
 from lmkit.parallel.zero1 import KeptShards, Zero1Optimizer, plan_shards
 from lmkit.recipe.tables import ParallelConfig
@@ -54,11 +56,14 @@ class DataParallel(nn.Module):
                 f"DataParallel: {name} shards more than gradients",
                 hint="use DataParallel with ShardedOptimizer, or build_strategy",
             )
+        _refuse_slices("DataParallel", module.parameters())
+        self._made_with = {"strategy": strategy, **options}
         table = {key: options.pop(key) for key in list(options) if key in ParallelConfig.model_fields}
         ranks = Ranks.current()
         self._sync = build_strategy(ParallelConfig(strategy=name, **table, options=options), ranks)
         self.module = module
-        self._frozen = _frozen(module.parameters()) if ranks.world_size > 1 else []
+        watched = module if ranks.world_size > 1 else nn.Module()
+        self._watch = _Watch("DataParallel", watched.named_parameters(), watched)
         # Not a submodule: the strategy may wrap the module once more.
         self.__dict__["_call"] = self._sync.attach(module)
         self._is_finished = False  # whether the end of a backward pass has averaged the gradients
@@ -69,12 +74,15 @@ class DataParallel(nn.Module):
                 on_gradient(parameter, self._on_gradient)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        _refuse_unfrozen(self._frozen, "DataParallel")
+        self._watch.look()
         self._is_finished = False
         if self._is_running and not runs_backward():  # the last pass raised
             self._sync.reset()
             self._is_running = False
         return self._call(*args, **kwargs)  # type: ignore[operator]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return partial(DataParallel, **self._made_with), (self.module,), {"training": self.training}
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate the gradients of the passes inside, without communication. Enter it before the forward pass."""
@@ -110,7 +118,7 @@ class ShardedOptimizer(Zero1Optimizer):
     gradient, keep their values.
 
     Args:
-        params: parameters or parameter groups.
+        params: parameters, named parameters, or parameter groups.
         optimizer_class: a class of `torch.optim`, or `lmkit.optim.AdamW`.
         options: its keyword arguments.
 
@@ -127,9 +135,9 @@ class ShardedOptimizer(Zero1Optimizer):
         alone = ranks.world_size == 1
         self._links = Links(ranks, None if alone else Gather(Averager(ranks, Traffic())))
         self._given: list[list[nn.Parameter]] = []
-        self._frozen: list[nn.Parameter] = []
+        self._watches: list[_Watch] = []
         listed = list(params)
-        groups = [{"params": listed}] if not listed or isinstance(listed[0], torch.Tensor) else listed
+        groups = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
         buckets = [bucket for group in groups for bucket in self._shard(group["params"])]
         given = [{**group, "params": mine} for group, mine in zip(groups, self._given, strict=True)]
         super().__init__(lambda shards: optimizer_class(shards, **options), given, buckets, ranks)
@@ -152,7 +160,8 @@ class ShardedOptimizer(Zero1Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update the parameters by gradients that are equal on all ranks. Collective."""
-        _refuse_unfrozen(self._frozen, "ShardedOptimizer")
+        for watch in self._watches:
+            watch.look()
         loss = None if closure is None else loss_of(closure)
         for mine, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update({**mine, "params": inner["params"]})  # a schedule may have set "lr"
@@ -168,30 +177,56 @@ class ShardedOptimizer(Zero1Optimizer):
     @torch.no_grad()
     def _shard(self, given: Any) -> list[KeptShards]:
         """Move a group's parameters into buckets; remember the group."""
-        parameters = [given] if isinstance(given, nn.Parameter) else list(dict.fromkeys(given))
+        listed: list[Any] = [given] if isinstance(given, torch.Tensor) else list(given)
+        parameters = list(dict.fromkeys(x[1] if isinstance(x, tuple) else x for x in listed))
+        _refuse_slices("ShardedOptimizer", parameters)
         if not {parameter for group in self._given for parameter in group}.isdisjoint(parameters):
             raise ValueError("a parameter is in more than one parameter group")
         number = len(self._given)
         self._given.append(parameters)
-        self._frozen += _frozen(parameters)
         names = {parameter: f"{number}.{index}" for index, parameter in enumerate(parameters)}
         planned = plan_shards([parameters], names, capacity=_BUCKET_BYTES, weights="fp32")
-        return [KeptShards(bucket, names, self._links) for _, bucket in planned]
+        buckets = [KeptShards(bucket, names, self._links) for _, bucket in planned]
+        named = ((f"{name}, counted by group and position,", p) for p, name in names.items())
+        self._watches.append(_Watch("ShardedOptimizer", named, memory=True))
+        return buckets
 
 
-def _frozen(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    return [parameter for parameter in parameters if not parameter.requires_grad]
+class _Watch:
+    """Refuses what changed after a module or its parameters were wrapped: training would go wrong in silence.
+
+    Args:
+        owner: what wrapped them.
+        named: the parameters.
+        module: it must get no other parameters.
+        memory: the parameters that train must keep their memory.
+    """
+
+    def __init__(self, owner: str, named: Iterable[Any], module: Any = None, memory: bool = False) -> None:
+        self._owner, self._module = owner, module
+        self._held = [(name, p, p.requires_grad, memory and p.data_ptr()) for name, p in named]
+        self._known = {id(parameter) for _, parameter, *_ in self._held}
+
+    @torch.compiler.disable
+    def look(self) -> None:
+        for name, parameter, trained, memory in self._held:
+            if parameter.requires_grad and not trained:
+                raise self.refusal("unfrozen", f"{name} was frozen then, and requires gradients now")
+            if trained and memory is not False and parameter.data_ptr() != memory:
+                raise self.refusal("moved", f"{name} lies in other memory now (.to, .half, .data = ...)")
+        if self._module is not None and not self._known.issuperset(map(id, self._module.parameters())):
+            new = next(name for name, p in self._module.named_parameters() if id(p) not in self._known)
+            raise self.refusal("replaced", f"{new} is another parameter now")
+
+    def refusal(self, what: str, change: str) -> UsageError:
+        hint = f"change the model first, then make {self._owner}"
+        return UsageError(f"parallel.{what}", f"{self._owner}: {change}", hint=hint)
 
 
-def _refuse_unfrozen(frozen: list[nn.Parameter], owner: str) -> None:
-    """Refuse parameters that require gradients now and did not when `owner` took them: their gradients would stay on
-    this rank, or nothing would update them."""
-    if count := len(frozen) - len(_frozen(frozen)):
-        raise UsageError(
-            "parallel.unfrozen",
-            f"{owner}: parameters that were frozen when it was made require gradients now: {count}",
-            hint=f"set requires_grad first, then make {owner}",
-        )
+def _refuse_slices(owner: str, parameters: Iterable[torch.Tensor]) -> None:
+    if has_slices(parameters):
+        message = f"{owner}: FSDP has sharded some of the parameters"
+        raise UsageError("parallel.sharded_twice", message, hint="use one FSDP(module, layers=...)")
 
 
 def _take_own_gradients(bucket: KeptShards) -> None:
@@ -215,17 +250,23 @@ class FSDP(nn.Module):
         model.clip_grad_norm_(1.0)
         optimizer.step()
 
-    `parameters` and `named_parameters` return this rank's elements, flat. A backward pass adds the mean gradients of
-    all ranks to theirs. The optimizer must update every element by itself. Every rank must call the same layers (see
-    `Fsdp`) in the same order. `state_dict` returns whole weights on the CPU; `load_state_dict` takes whole weights.
+    As with PyTorch's `fully_shard`, the module's parameters are this rank's elements, flat, except inside a call of
+    the module, of a layer, or of a method through the wrapper (`model.loss(...)`). A backward pass adds the mean
+    gradients of all ranks to theirs. The optimizer must update every element by itself. Every rank must call the same
+    layers (see `Fsdp`) in the same order. A weight that is read without its layer's call stays gathered from then on.
+    `state_dict`, also a submodule's, returns whole weights on the CPU; `load_state_dict` takes whole weights.
+
+    A gradient that is not finite on one rank is so on all: `torch.amp.GradScaler` skips the same steps everywhere.
 
     Args:
         module: the same on every rank; all take rank 0's values. On "meta", layers are initialised one by one.
         compute_dtype: dtype to which gathered fp32 weights and inputs are cast; None: no cast.
+        layers: modules inside `module`, or their classes, that are gathered one by one besides its children.
         reshard_after_forward: free a layer's weights between its forward and its backward pass.
 
     Raises:
         LmkitError: the modules differ between ranks.
+        UsageError: none of the modules is one of `layers`.
     """
 
     def __init__(
@@ -233,25 +274,30 @@ class FSDP(nn.Module):
         module: nn.Module,
         compute_dtype: torch.dtype | None = None,
         *,
+        layers: Iterable[nn.Module | type[nn.Module]] = (),
         reshard_after_forward: bool = True,
     ) -> None:
         super().__init__()
+        _refuse_slices("FSDP", module.parameters())
         config = ParallelConfig(strategy="fsdp", options={"reshard_after_forward": reshard_after_forward})
         self._sync = _FinishedByThePass(Ranks.current(), config)
         self._sync.compute_dtype = compute_dtype
+        self._sync.named_layers = _find_layers(module, layers)
         self._sync.attach(module)
         self.module = module
-        self._frozen = _frozen(module.parameters())
-        self._slices: dict[nn.Parameter, Any] = {}
-        for piece in (piece for flat in self._sync._flats if flat.trains for piece in flat.pieces):
-            self._slices[piece.parameter] = piece.part
-            piece.part.whole_dim = piece.parameter.dim()  # type: ignore[attr-defined]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        _refuse_unfrozen(self._frozen, "FSDP")
-        self._sync.notice_the_step()
-        args, kwargs = tree_map(self._cast, (args, kwargs))
         return self.module(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+        value = getattr(self.module, name)
+        is_method = getattr(value, "__self__", None) is self.module
+        return partial(self._sync.call, value) if is_method else value
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
@@ -261,24 +307,16 @@ class FSDP(nn.Module):
         Raises:
             ValueError: `max_norm` is not positive.
         """
-        gradients = present_gradients(self._slices.values())
+        gradients = present_gradients(self.parameters())
         # float64, because a rank without elements does not know the others' dtype.
         norm = gradient_norm(gradients).to(self._sync.ranks.device, torch.float64)
         norm = norm_over_ranks(norm, self._sync._links.reductions)
         clip_for(None, gradients, norm, max_norm)
         return norm
 
-    def _cast(self, value: Any) -> Any:
-        is_wide = isinstance(value, torch.Tensor) and value.dtype == torch.float32
-        return value.to(self._sync.compute_dtype) if is_wide and self._sync.compute_dtype else value
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield this rank's elements of every parameter that trains; of small ones it may have none."""
-        for name, parameter in self.module.named_parameters(prefix=prefix):
-            if parameter in self._slices:
-                yield name, self._slices[parameter]
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield this rank's elements of every parameter; of small ones it may have none."""
+        return self.module.named_parameters(*args, **kwargs)
 
 
 def gather_full_parameters(model: FSDP) -> dict[str, torch.Tensor]:
@@ -286,19 +324,215 @@ def gather_full_parameters(model: FSDP) -> dict[str, torch.Tensor]:
     return model._sync.whole_weights()
 
 
+def _find_layers(module: nn.Module, wanted: Iterable[nn.Module | type[nn.Module]]) -> set[nn.Module]:
+    found: set[nn.Module] = set()
+    inside = list(module.modules())[1:]
+    for layer in wanted:
+        those = {m for m in inside if m is layer or (isinstance(layer, type) and isinstance(m, layer))}
+        if not those:
+            message = f"FSDP: layers: {layer!r:.80} is not inside {type(module).__name__}"
+            raise UsageError("parallel.no_such_layer", message, hint="name modules inside, or their classes")
+        found |= those
+    return found
+
+
 class _FinishedByThePass(Fsdp):
     """`fsdp` for any optimizer: the end of a backward pass puts the gradients into the slices' `grad`."""
 
     saves_everywhere = True
+    _depth = 0  # calls that run, one inside the other
+    _is_stale = False  # whether a call runs in which no layer ran yet
+    _saves: nn.Module | None = None  # the module whose state_dict runs
 
-    def notice_the_step(self) -> None:
-        """Free gathered weights, which the step may have made stale, and gradients that were set to None."""
-        self.refresh()
-        for flat in self._flats:
-            for piece in flat.held() if flat.gradient is not None else ():
-                if piece.part.grad is None:
-                    flat.gradient[piece.in_shard] = 0  # type: ignore[index]
+    def attach(self, model: nn.Module, *, fingerprint: str = "") -> nn.Module:
+        super().attach(model, fingerprint=fingerprint)
+        self._heard: dict[nn.Module, None] = {}  # layers by their last calls, also of calls without gradients
+        self._pieces = [(flat, piece) for flat in self._flats for piece in flat.pieces]
+        places = {piece.parameter: (flat, piece.part) for flat, piece in self._pieces}
+        parts = ((piece.name, piece.part) for _, piece in self._pieces)
+        self.watch = _Watch("FSDP", parts, model, memory=True)
+        for _, piece in self._pieces:
+            piece.part.whole_dim = piece.parameter.dim()  # type: ignore[attr-defined]
+        for name, module in model.named_modules():
+            module.__dict__["_parameters"] = _Sliced(
+                module._parameters, name or type(module).__name__, self, places
+            )
+            module.register_state_dict_pre_hook(self._before_state_dict)
+            if module is not model:
+                module.register_state_dict_post_hook(partial(self._give_weights, f"{name}."))
+        for module in (model, *self._flats_of):
+            module.register_forward_pre_hook(self._before_call, with_kwargs=True, prepend=True)
+            module.register_forward_hook(self._after_call, always_call=True)
+        return model
 
+    # Calls
+
+    def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the model as the model itself is called."""
+        self._enter()
+        try:
+            args, kwargs = tree_map(self._cast, (args, kwargs))
+            return method(*args, **kwargs)
+        finally:
+            self._leave()
+
+    def _enter(self) -> None:
+        self._is_stale = self._is_stale or not (self._depth or runs_backward())
+        self._depth += 1
+
+    def _leave(self) -> None:
+        self._depth = max(self._depth - 1, 0)
+        self._is_stale = self._is_stale and self._depth > 0
+
+    @torch.compiler.disable
+    def _before_call(self, module: nn.Module, *given: Any) -> Any:
+        self._enter()
+        self._look()
+        return tree_map(self._cast, given) if module is self._model else None
+
+    @torch.compiler.disable
+    def _after_call(self, *_: object) -> None:
+        self._leave()
+
+    def _cast(self, value: Any) -> Any:
+        is_wide = isinstance(value, torch.Tensor) and value.dtype == torch.float32
+        return value.to(self.compute_dtype) if is_wide and self.compute_dtype else value
+
+    def _look(self) -> None:
+        """Once in each call: free gathered weights, which the step may have made stale; refuse a changed module."""
+        if self._is_stale:
+            self._is_stale, self._saves = False, None
+            self.watch.look()
+            self.refresh()
+
+    @torch.compiler.disable
+    def reads_whole(self, flat: FreedShards) -> bool:
+        """Return whether a call, or a checkpoint in a backward pass, reads the weights. Keep them if a call reads
+        them without their layer's call."""
+        if not self._depth:
+            return flat.is_open and runs_backward()
+        self._look()
+        if not flat.is_open:
+            flat.kept = True
+            flat.open()
+        return True
+
+    def _before_state_dict(self, module: nn.Module, *_: object) -> None:
+        self._saves = module if self._saves is None else self._saves
+
+    def _give_weights(self, inside: str, module: nn.Module, *found: Any) -> None:
+        if self._saves is module:  # a submodule's weights are given with those of the module that is saved
+            self._saves = None
+            super()._give_weights(inside, module, *found)
+
+    # Passes
+
+    @torch.compiler.disable
+    def _before_forward(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if runs_backward():
+            self._begin()  # before a reentrant checkpoint begins a pass inside this one
+        else:
+            self._heard.pop(layer, None)
+            self._heard[layer] = None
+        super()._before_forward(layer, args, kwargs)
+
+    def _begin(self) -> None:
+        if self._pass is not None:
+            return
+        super()._begin()
+        if self._heard:
+            self._order = self._order_after([*self._heard])
+        for flat, piece in self._pieces:
+            if flat.gradient is not None and not _is_given(flat, piece):  # set to None, or replaced
+                flat.gradient[piece.in_shard] = 0
+
+    def _before_backward(self, layer: nn.Module, call: int) -> None:
+        _refuse_double_backward()
+        super()._before_backward(layer, call)
+
+    def _on_gradient(self, index: int) -> None:
+        _refuse_double_backward()
+        if self._pass in (None, torch._C._current_graph_task_id()):
+            super()._on_gradient(index)
+        else:  # of a reentrant checkpoint; others of this parameter may follow
+            self._used.add(index)
+
+    @torch.no_grad()
     def _end_pass(self) -> None:
         super()._end_pass()
+        self._heard.clear()
+        others = [
+            (piece.part, None if _is_given(flat, piece) else piece.part.grad) for flat, piece in self._pieces
+        ]
         self.finish()
+        for part, other in others:
+            if other is not None and part.grad is not other:  # of a penalty on the slices, say
+                part.grad += other  # type: ignore[operator]
+            if not part.requires_grad:  # frozen since it was wrapped
+                part.grad = None
+        self._spread_nonfinite()
+
+    def _spread_nonfinite(self) -> None:
+        """Make the first gradient of every rank NaN if any rank's gradient is not finite."""
+        held = [flat.gradient for flat in self._flats if flat.gradient is not None]
+        sums = (gradient.sum(dtype=torch.float32) for gradient in held)
+        found = sum_over_ranks(sum(sums, torch.zeros((), device=self.ranks.device)) * 0, self.ranks)
+        for gradient in present_gradients(piece.part for flat in self._flats for piece in flat.held())[:1]:
+            gradient[:1] += found
+
+    def reset(self) -> None:
+        super().reset()
+        self._heard.clear()
+
+
+def _is_given(flat: FreedShards, piece: Piece) -> bool:
+    """Return whether the slice's gradient is its part of the flat gradient."""
+    mine, whole = piece.part.grad, flat.gradient
+    place = None if whole is None else whole.data_ptr() + piece.in_shard.start * whole.itemsize
+    return mine is not None and mine.data_ptr() == place
+
+
+def _refuse_double_backward() -> None:
+    if torch.is_grad_enabled():
+        message = "FSDP: create_graph=True would need weights that this pass frees"
+        raise UsageError("parallel.double_backward", message, hint="use DataParallel")
+
+
+Places = Mapping[nn.Parameter, tuple[FreedShards, nn.Parameter]]
+
+
+class _Sliced(dict[str, Any]):
+    """The `_parameters` of a module under FSDP. Listed, and read outside of calls, they are this rank's slices.
+
+    PyTorch reads `module.weight` from `_parameters` by `[]`, and lists parameters by `items`. The dict itself holds
+    the whole parameters.
+    """
+
+    def __init__(self, given: Mapping[str, Any], name: str, sync: _FinishedByThePass, places: Places) -> None:
+        super().__init__(given)
+        self._name, self._sync = name, sync
+        self._places = {key: places[whole] for key, whole in given.items() if whole is not None}
+
+    def __getitem__(self, key: str) -> Any:
+        whole = super().__getitem__(key)
+        flat, part = self._places.get(key, (None, whole))
+        # The compiler traces calls of open layers only, and must not meet what changes.
+        if flat is None or flat.lent is not None or (torch.compiler.is_compiling() and flat.is_open):
+            return whole
+        return whole if self._sync.reads_whole(flat) else part
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        flat, _ = self._places.get(key, (None, None))
+        if flat is None or flat.lent is None or value is None:
+            raise self._sync.watch.refusal("replaced", f"{self._name}.{key} is set to another parameter")
+        with torch.no_grad():  # load_state_dict(assign=True)
+            super().__getitem__(key).copy_(value)
+
+    def items(self) -> Any:
+        """Return the slices; while weights are loaded, the whole parameters."""
+        slices = {key: part for key, (flat, part) in self._places.items() if flat.lent is None}
+        return [(key, slices.get(key, whole)) for key, whole in super().items()]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        message = f"FSDP: {self._name} cannot be copied or pickled: other ranks hold parts of it"
+        raise UsageError("parallel.not_copied", message, hint="copy or save its state_dict()")

@@ -19,7 +19,8 @@ A training step on every rank, whatever the strategy:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -228,11 +229,13 @@ def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
     return list(filter(attrgetter("requires_grad"), model.parameters()))
 
 
-def forward_units(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the layers in the order of registration: the model's children, and the members of its lists of layers."""
+def forward_units(model: nn.Module, named: Set[nn.Module] = frozenset()) -> Iterator[nn.Module]:
+    """Yield the layers in the order of registration: the model's children, and the members of its lists of layers.
+    Modules that contain `named` ones count as such lists."""
     for child in model.children():
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            yield from forward_units(child)
+        is_list = isinstance(child, (nn.ModuleList, nn.ModuleDict))
+        if is_list or not named.isdisjoint(itertools.islice(child.modules(), 1, None)):
+            yield from forward_units(child, named)
         else:
             yield child
 

@@ -36,6 +36,7 @@ from torch import nn
 
 from lmkit.core.adamw import AdamW
 from lmkit.core.ranges import range_
+from lmkit.core.step import has_slices
 from lmkit.errors import LmkitError, UsageError, reason, some_of
 from lmkit.model.transformer import parameter_names
 from lmkit.optim.adamw import MASTER
@@ -267,6 +268,8 @@ def _load_into_whole(
 def _held(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[nn.Parameter, str]:
     """Return the names of the parameters that the optimizer updates."""
     held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    if has_slices(held):
+        raise ValueError("an optimizer of FSDP's slices loads no state of whole parameters")
     return {parameter: name for parameter, name in parameter_names(model).items() if parameter in held}
 
 
@@ -683,7 +686,8 @@ def save_checkpoint(
     """Save a model, an optimizer and a step number to one safetensors file.
 
     Args:
-        model: any module. Compiled and DDP-wrapped modules are saved as the plain module.
+        model: any module. Compiled, DDP-wrapped and `FSDP` modules are saved as the plain module; of `FSDP`, every
+            rank must call it.
         optimizer: any `torch.optim.Optimizer` whose state consists of tensors and numbers; None: save none.
         out: a path (written atomically) or a binary file object.
 
@@ -695,7 +699,8 @@ def save_checkpoint(
     metadata = {"step": json.dumps(step)}
     if optimizer is not None:
         layout = optimizer_layout(optimizer)
-        if layout is not None and layout["world_size"] > 1:
+        parts = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        if (layout is not None and layout["world_size"] > 1) or has_slices(parts):
             raise ValueError("this optimizer holds one shard of several; lmkit train saves all of them")
         tensors |= {f"optimizer.{name}": value for name, value in optimizer_tensors(optimizer, model).items()}
         metadata["layout"] = json.dumps(layout)

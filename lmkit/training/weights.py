@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from lmkit.core.step import has_slices
 from lmkit.errors import LmkitError, UsageError, reason, some_of
 from lmkit.model.accounting import count_parameters
 from lmkit.model.transformer import TransformerLM, plain_name
@@ -61,10 +62,15 @@ FREE = (
 
 
 def model_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the live weights by plain name, tied ones once; waits for weights that are still being gathered."""
+    """Return the live weights by plain name, tied ones once; waits for weights that are still being gathered. Of
+    `FSDP` modules, they are copies."""
+    return _plain(model.state_dict(keep_vars=True))
+
+
+def _plain(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     plain: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    for name, tensor in state.items():
         if id(tensor) not in seen:
             seen.add(id(tensor))
             plain[plain_name(name)] = tensor.detach()
@@ -79,13 +85,16 @@ def load_weights(model: nn.Module, tensors: Mapping[str, torch.Tensor], *, origi
         UsageError: other names or shapes; the message lists the first differences.
         LmkitError: a number is too large for the model's dtype ("weights.not_finite").
     """
-    wanted = model_weights(model)
+    state = model.state_dict(keep_vars=True)
+    wanted = _plain(state)
     if wrong := _differences(tensors, wanted):
         message = f"{origin}: weights of another model: {wrong}"
         hint = "use the recipe that the checkpoint was made with"
         raise UsageError("checkpoint.other_model", message, hint=hint)
     for name, tensor in wanted.items():
         tensor.copy_(cast_weight(tensors[name], tensor.dtype, name=name, origin=origin))
+    if has_slices(model.parameters()):  # FSDP gave copies
+        model.load_state_dict(state)
 
 
 def cast_weight(weight: torch.Tensor, dtype: torch.dtype, *, name: str, origin: Path) -> torch.Tensor:

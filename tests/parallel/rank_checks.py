@@ -5,7 +5,6 @@ outcomes by name."""
 
 import copy
 import gc
-import traceback
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -44,6 +43,7 @@ from rank_model import (
     sgd,
     start,
 )
+from rank_runner import run_checks
 from torch import nn
 
 from lmkit.core.step import Step, Sync
@@ -56,23 +56,7 @@ from lmkit.recipe.tables import ParallelConfig
 
 
 def run_all(names: list[str], device: str = "cpu", backend: str | None = None) -> dict[str, list[str]]:
-    """Run the named checks; name -> what failed, per rank ("" where nothing did)."""
-    torch.set_num_threads(1)
-    gc.freeze()  # what was imported: collecting it again costs each check a tenth of a second
-    outcome: dict[str, list[str]] = {}
-    with process_group(device, backend=backend, timeout_s=120) as ranks:
-        for name in names:
-            try:
-                CHECKS[name](ranks)
-                mine = ""
-            except (Exception, pytest.fail.Exception):  # noqa: BLE001 (whatever fails is the outcome)
-                mine = traceback.format_exc()
-            # By the store: after a failure the ranks' collectives may be out of step.
-            ranks.store.set(f"{name}/{ranks.rank}", mine)
-            outcome[name] = [ranks.store.get(f"{name}/{rank}").decode() for rank in range(ranks.world_size)]
-            if any(outcome[name]):
-                break
-    return outcome
+    return run_checks({name: CHECKS[name] for name in names}, device, backend)
 
 
 @check(strategy=STRATEGIES, accumulation=(1, 2), make=(adamw,), how=("plain",))

@@ -392,7 +392,7 @@ def check_fsdp_draws_the_weights_of_a_whole_model(ranks: Ranks, tied: bool) -> N
 
     def lend(original: Callable, flat: FreedShards, *given: Any) -> None:
         original(flat, *given)
-        longest.append(sum(f._lent is not None for f in sync._flats))
+        longest.append(sum(f.lent is not None for f in sync._flats))
 
     torch.manual_seed(7)
     whole = TransformerLM(config, device=ranks.device)

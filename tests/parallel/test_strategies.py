@@ -7,6 +7,7 @@ import rank_checks
 import rank_model
 import torch
 from raising import raises
+from rank_runner import read_outcome
 from torch import nn
 
 from lmkit.errors import UsageError
@@ -45,13 +46,6 @@ def on_two_ranks() -> dict[str, list[str]]:
 @pytest.fixture(scope="module")
 def on_four_ranks() -> dict[str, list[str]]:
     return spawn_ranks(4, rank_checks.run_all, (FOUR_RANKS,))
-
-
-def read_outcome(outcome: dict[str, list[str]], name: str) -> None:
-    if name not in outcome:
-        pytest.skip("an earlier check failed, and the ranks stopped there")
-    failures = [f"rank {rank}:\n{text}" for rank, text in enumerate(outcome[name]) if text]
-    assert not failures, "\n".join(failures)
 
 
 @pytest.mark.parametrize("name", CHECKS)
