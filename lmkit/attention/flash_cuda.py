@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmkit.core.attention import prepare_inputs, zeros_like_queries
+from lmkit.core.attention import prepare_inputs, reference, zeros_like_queries
+from lmkit.core.autograd import is_transformed
 from lmkit.errors import UsageError
 from lmkit.kernels.cuda.flash import flash_backward, flash_forward, nvcc
 from lmkit.kernels.operators import define_attention
@@ -65,6 +66,8 @@ def flash_cuda(
     """
     q, k, v, scale = prepare_inputs(q, k, v, scale)
     refuse_unsupported(q)
+    if is_transformed():
+        return reference(q, k, v, causal=causal, scale=scale)
     if q.numel() == 0 or k.numel() == 0:
         return zeros_like_queries(q, k, v)
     if scale <= 0:

@@ -15,8 +15,14 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lmkit.core.attention import SECOND_DERIVATIVES, check_first, prepare_inputs, zeros_like_queries
-from lmkit.core.autograd import differentiable_once
+from lmkit.core.attention import (
+    SECOND_DERIVATIVES,
+    check_first,
+    prepare_inputs,
+    reference,
+    zeros_like_queries,
+)
+from lmkit.core.autograd import differentiable_once, is_transformed
 from lmkit.errors import UsageError
 from lmkit.kernels.flash.backward import flash_backward
 from lmkit.kernels.flash.forward import flash_forward
@@ -79,6 +85,8 @@ def flash_triton(
     """
     q, k, v, scale = prepare_inputs(q, k, v, scale)
     refuse_unsupported(q)
+    if is_transformed():
+        return reference(q, k, v, causal=causal, scale=scale, first=first)
     if q.numel() == 0 or k.numel() == 0:
         return zeros_like_queries(q, k, v)
     if scale <= 0:

@@ -6,7 +6,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lmkit.core.attention import prepare_inputs, visible_keys, zeros_like_queries
+from lmkit.core.attention import prepare_inputs, reference, visible_keys, zeros_like_queries
+from lmkit.core.autograd import is_transformed
 from lmkit.errors import UsageError
 from lmkit.registry import ATTENTION
 
@@ -60,6 +61,8 @@ def sdpa(
             )
         with sdpa_kernel(BACKENDS[backend]):
             return sdpa(q, k, v, causal=causal, scale=scale, mask=mask, first=first)
+    if is_transformed():  # PyTorch's kernels have no forward-mode derivative
+        return reference(q, k, v, causal=causal, scale=scale, mask=mask, first=first)
     q, k, v, scale = prepare_inputs(q, k, v, scale)
     if k.shape[2] == 0:
         return zeros_like_queries(q, k, v)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmkit.core.autograd import differentiable_once
+from lmkit.core.autograd import differentiable_once, is_transformed
 from lmkit.core.ranges import range_
 
 SECOND_DERIVATIVES = "the attention kernels reference and vectorized have second derivatives"
@@ -86,6 +86,8 @@ def flash_torch(
 
     Accumulates in float32 (float64 for float64 inputs). Raises what `reference` raises.
     """
+    if is_transformed():
+        return reference(q, k, v, causal=causal, scale=scale, first=first)
     q, k, v, scale = prepare_inputs(q, k, v, scale)
     if first is not None:
         check_first(q, k, first, causal)

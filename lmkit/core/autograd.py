@@ -1,4 +1,4 @@
-"""Refuse second derivatives of autograd functions whose backward pass builds no graph."""
+"""Refuse second derivatives of autograd functions whose backward pass builds no graph; tell where none can run."""
 
 from __future__ import annotations
 
@@ -8,8 +8,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 Backward = Callable[..., tuple[Tensor | None, ...]]
+
+
+def is_transformed() -> bool:
+    """Whether a transform of `torch.func` runs (`grad`, `vmap`, `jvp`...), or forward-mode differentiation.
+
+    They cannot look into an autograd function: call PyTorch's operations there, which they transform by themselves.
+    """
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def differentiable_once(name: str, *, instead: str) -> Callable[[Backward], Backward]:
@@ -41,7 +50,9 @@ def differentiable_once(name: str, *, instead: str) -> Callable[[Backward], Back
                 gradients = backward(ctx, saved, *grads)
             # Attach the error to our output, which depends on every input: elsewhere, autograd could skip it.
             output = next(x for x in saved if x is not None and x.grad_fn is ctx)
-            return _Refusal.apply(f"{name} is differentiable once; {instead}", output, *gradients)
+            return _Refusal.apply(
+                f"{name} is differentiable once, except under torch.func; {instead}", output, *gradients
+            )
 
         return once
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lmkit.core.autograd import differentiable_once
+from lmkit.core.autograd import differentiable_once, is_transformed
 
 SliceGradient = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Computes (logits, targets) -> (losses, their gradient): a `SliceLoss`, perhaps compiled."""
@@ -87,7 +87,8 @@ def linear_cross_entropy(
     a slice of them at a time, and forms its gradient while the slice is there: the same result with the same number
     of matrix products, in memory that stays in a CPU's cache.
 
-    Differentiable once, in hidden and weight. Under autocast the products run in the autocast dtype; softmax, loss
+    Differentiable once, in hidden and weight; `torch.func` differentiates it as often as wanted, with all logits in
+    memory. Under autocast the products run in the autocast dtype; softmax, loss
     and the sums over slices stay in float32.
 
     Args:
@@ -101,6 +102,9 @@ def linear_cross_entropy(
         ValueError: there is not one target for each token.
     """
     check_targets(hidden, targets)
+    if is_transformed():
+        logits = torch.nn.functional.linear(hidden, weight)  # (..., vocab_size)
+        return cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets)
     if not torch.is_grad_enabled():
         weight = weight.detach()  # a parameter requires grad even then, and its gradient would be computed
     hidden = hidden.reshape(-1, hidden.shape[-1])  # (tokens, d_model); `flatten(0, -2)` fails for one token

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lmkit.core.attention import first_in_document, first_in_window, reference
-from lmkit.core.autograd import differentiable_once
+from lmkit.core.autograd import differentiable_once, is_transformed
 from lmkit.core.kv_cache import KVCache
 from lmkit.core.loss import SliceLoss, linear_cross_entropy
 from lmkit.core.ranges import range_
@@ -137,7 +137,7 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
 
     Statistics are computed in float32 (float64 for float64 inputs) whatever the dtype of x.
     """
-    if x.device.type in ("cpu", "meta") and not torch.compiler.is_compiling():
+    if x.device.type in ("cpu", "meta") and not torch.compiler.is_compiling() and not is_transformed():
         # PyTorch fuses this on CUDA, and its compiler fuses it everywhere. Eager on a CPU, it runs a chain of
         # about twenty operations, which is slower than the eight of `RMSNormOnCPU`.
         return RMSNormOnCPU.apply(x, gain, eps)[0]

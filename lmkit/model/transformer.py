@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lmkit.attention import attention_function, joined_function
 from lmkit.core import model as core
+from lmkit.core.autograd import is_transformed
 from lmkit.core.kv_cache import KVCache
 from lmkit.core.model import ALL_EARLIER, Firsts, Linear, rotate_joint
 from lmkit.core.ranges import range_
@@ -281,12 +282,13 @@ class TransformerLM(core.TransformerLM):
         return found
 
     def hidden_states(self, ids: Tensor, cache: KVCache | None = None) -> Tensor:
-        operations = self.operations
+        operations = PLAIN if is_transformed() else self.operations
         ids, firsts = self.visible(ids)
         x = self.token_embeddings(ids, operations)  # (batch, seq, d_model)
         if cache is None:
             keeps = None
-            if self.config.activation_checkpointing != "none" and torch.is_grad_enabled():
+            checkpoints = self.config.activation_checkpointing != "none" and torch.is_grad_enabled()
+            if checkpoints and not is_transformed():  # torch.func allows no hooks of saved tensors
                 keeps = self._keeps(x)
             cos_sin = self.rope(ids.shape[1])  # (seq, head_dim / 2, 2)
             x, delta = self.layers(x, cos_sin, firsts, operations=operations, keeps=keeps)
@@ -309,7 +311,7 @@ class TransformerLM(core.TransformerLM):
     def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
         hidden = self.hidden_states(ids)  # (batch, seq, d_model)
         with range_("loss"):
-            return self.lm_head(hidden, targets, self.operations)
+            return self.lm_head(hidden, targets, PLAIN if is_transformed() else self.operations)
 
 
 def compile_model(
@@ -389,7 +391,7 @@ def joined_product(x: Tensor, *layers: Linear) -> Tensor:
 
 def join(parts: Sequence[Tensor]) -> Tensor:
     """Return torch.cat(parts), without a copy if they lie side by side in memory. Differentiable."""
-    if torch.compiler.is_compiling() or not lie_side_by_side(parts):
+    if torch.compiler.is_compiling() or is_transformed() or not lie_side_by_side(parts):
         return torch.cat(list(parts))
     return SideBySide.apply(*parts)
 

@@ -78,3 +78,25 @@ def test_a_compiler_sees_plain_operations():
     assert_equal_gradients(fused, plain, 3e-6)
     compile_model(fused, "block", backend="aot_eager")
     assert fused.layers.operations is PLAIN
+
+
+@pytest.mark.parametrize("fields", [{}, {"qk_norm": True, "activation_checkpointing": "block"}], ids=str)
+def test_transforms_of_a_model_on_kernels_give_what_backward_gives(fields):
+    """torch.func cannot transform a kernel: the model computes by PyTorch's operations there."""
+    fused, _ = make_models(**fields)
+    parameters = dict(fused.named_parameters())
+    loss = fused.loss(IDS, TARGETS)
+    expected = dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
+
+    holder = torch.nn.Module()
+    holder.model, holder.forward = fused, lambda ids, targets: (fused.loss(ids, targets), fused(ids))
+
+    def losses(parameters, ids, targets):
+        own, logits = torch.func.functional_call(holder, parameters, (ids[None], targets[None]))
+        return own + torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets)
+
+    given = {f"model.{name}": x.detach() for name, x in parameters.items()}
+    per_sample = torch.func.vmap(torch.func.grad(losses), (None, 0, 0))(given, IDS, TARGETS)
+    for name, right in expected.items():
+        found = per_sample[f"model.{name}"].mean(0) / 2
+        assert (found - right).norm() < 3e-6 * right.norm(), name  # float32, as above
