@@ -50,7 +50,8 @@ def ranks_of(recipe: Recipe) -> Iterator[Ranks]:
 
 @contextmanager
 def numerics(config: RunConfig, ranks: Ranks) -> Iterator[None]:
-    """Seed torch and set threads and determinism as the recipe says; restore them afterwards.
+    """Seed torch and set threads and determinism as the recipe says; restore all three afterwards, the generators of
+    the CPU and of this rank's device, too.
 
     Several ranks on CPUs without `run.threads` share the CPUs evenly; torch would give all CPUs to every rank.
     On a CPU, the process keeps the memory of freed tensors of up to 1 GiB each, until it ends: by default glibc gives
@@ -62,7 +63,7 @@ def numerics(config: RunConfig, ranks: Ranks) -> Iterator[None]:
         for number, size, variable in _MALLOC.values():
             if mallopt is not None and variable not in os.environ:
                 mallopt(number, size)
-    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    threads, deterministic = torch.get_num_threads(), torch.get_deterministic_debug_mode()
     fill = _DETERMINISTIC.fill_uninitialized_memory
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -75,13 +76,18 @@ def numerics(config: RunConfig, ranks: Ranks) -> Iterator[None]:
         torch.use_deterministic_algorithms(True)
         # Filling would only cost time: nothing reads uninitialised memory.
         _DETERMINISTIC.fill_uninitialized_memory = False
-    torch.manual_seed(config.seed)
+    devices = [ranks.device] if ranks.device.type == "cuda" and torch.cuda.is_available() else []
     try:
-        yield
+        with torch.random.fork_rng(devices):
+            torch.default_generator.manual_seed(config.seed)  # torch.manual_seed seeds other devices, too
+            for device in devices:
+                with torch.cuda.device(device):
+                    torch.cuda.manual_seed(config.seed)
+            yield
     finally:
         torch.set_num_threads(threads)
         if config.deterministic:  # the call imports torch._inductor
-            torch.use_deterministic_algorithms(deterministic)
+            torch.set_deterministic_debug_mode(deterministic)
         _DETERMINISTIC.fill_uninitialized_memory = fill
 
 
@@ -93,9 +99,12 @@ def stop_signals(ranks: Ranks) -> Iterator[Sequence[int]]:
 
     A thread counts the signals, because no Python handler runs while the main thread waits in C++ for a hanging rank
     or GPU. A process that ends like this does not clean up: partial files have partial names, and the next start
-    removes them. Use it in the main thread; elsewhere `with` raises ValueError.
+    removes them. Outside of the main thread, where Python handles no signals, none is recorded.
     """
     received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
 
     def note(number: int, frame: FrameType | None) -> None:
         received.append(number)
