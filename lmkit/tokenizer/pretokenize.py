@@ -54,7 +54,7 @@ _SPACES = (
     "\t\n\v\f\r \x85\xa0\u1680" + "".join(map(chr, range(0x2000, 0x200B))) + "\u2028\u2029\u202f\u205f\u3000"
 )
 """The characters that `\\s` matches."""
-_SPACE_RUN = re.compile(b"(?:" + b"|".join(map(re.escape, map(str.encode, _SPACES))) + b")*")
+SPACE_RUN = re.compile(b"(?:" + b"|".join(map(re.escape, map(str.encode, _SPACES))) + b")*")
 _NORMAL_FORM = 8
 """Bytes of a text may become one byte of its normal form: a character of two bytes stands for at most four."""
 
@@ -179,7 +179,7 @@ class _Strings:
                 text = (
                     text.decode("utf-8", "surrogateescape").rstrip(_SPACES).encode("utf-8", "surrogateescape")
                 )
-            if token.rstrip and (spaces := _SPACE_RUN.match(data, start)):
+            if token.rstrip and (spaces := SPACE_RUN.match(data, start)):
                 start = spaces.end()
             if not (token.lstrip and start <= taken):  # else the token before has taken all of it
                 yield text, token_id

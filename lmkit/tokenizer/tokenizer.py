@@ -25,7 +25,7 @@ from lmkit.tokenizer import files
 from lmkit.tokenizer.chunks import exact_chunks
 from lmkit.tokenizer.engine import CHUNK_BYTES, Encoder, MergeTable, is_utf8, new_encoder
 from lmkit.tokenizer.marks import NO_MARKS, Marks, files_of_marks, resolve_marks
-from lmkit.tokenizer.pretokenize import AddedToken, SpecialTokens
+from lmkit.tokenizer.pretokenize import SPACE_RUN, AddedToken, SpecialTokens
 
 _log = logging.getLogger("lmkit")
 _STREAM_BYTES = 1 << 16
@@ -222,6 +222,50 @@ class Tokenizer:
                 _log.warning("the tokenizer has no token for characters of this text: they are lost")
         return [*self.prefix, *ids, *self.suffix] if add_special_tokens else ids
 
+    def encode_batch(self, texts: Iterable[str], **options: Any) -> list[list[int]]:
+        """Return the ids of each text; `options` and errors are those of `encode`. TypeError: `texts` is a string."""
+        if isinstance(texts, str):
+            raise TypeError("texts must be an iterable of strings; encode takes one string")
+        return [self.encode(text, **options) for text in texts]
+
+    def encode_with_offsets(
+        self, text: str, *, add_special_tokens: bool = True, **options: Any
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the ids of `text`, and of each the characters (start, end) that it stands for.
+
+        They are those of Hugging Face's `tokenizers` without `trim_offsets`: a token's own spaces count. A token that
+        is a part of a character has that character's; prefix and suffix have (0, 0).
+
+        Args:
+            options: those of `encode`, also its errors.
+
+        UsageError: the tokenizer puts this text into another normal form, or loses characters of it
+        ("tokenizer.no_offsets").
+        """
+        data, ids = text.encode(), self.encode(text, add_special_tokens=False, **options)
+        changed = self.nfc and not unicodedata.is_normalized("NFC", text)
+        if changed or not {*self.missing_bytes}.isdisjoint(data):
+            why = "its normalizer is NFC" if changed else "no token has some bytes"
+            message = f"no offsets: the tokenizer changes this text first ({why})"
+            hint = 'normalize it yourself: unicodedata.normalize("NFC", text); leave such characters out'
+            raise UsageError("tokenizer.no_offsets", message, hint=hint)
+        # Bytes that begin a character, before each place
+        begun = np.cumsum([0, *(np.frombuffer(data, np.uint8) & 0xC0 != 0x80)]).tolist()
+        added = {token_id: token for token, token_id in self.specials.ids.items()}
+        offsets, end = [], 0
+        for token_id in ids:
+            start, word, token = end, self.vocab[token_id], added.get(token_id)
+            if token is not None and not data.startswith(word, start):
+                word = token.text.encode()
+            end = data.index(word, start) + len(word)  # spaces may come before it, which it has taken
+            if token is not None and token.rstrip and (spaces := SPACE_RUN.match(data, end)):
+                end = spaces.end()
+            offsets.append((begun[start + 1] - 1, begun[end]))
+        if not add_special_tokens:
+            return ids, offsets
+        before, after = ([(0, 0)] * len(around) for around in (self.prefix, self.suffix))
+        return [*self.prefix, *ids, *self.suffix], [*before, *offsets, *after]
+
     def encode_iterable(self, texts: Iterable[str]) -> Iterator[int]:
         """Yield the ids of the joined strings, wherever one ends, in constant memory; for example of a text file."""
         blocks = (text.encode() for text in texts)
@@ -246,6 +290,25 @@ class Tokenizer:
         ValueError: an id is not in the vocabulary; with errors="strict" also bytes that are not UTF-8.
         """
         return self.decode_bytes(ids).decode("utf-8", errors)
+
+    def decode_batch(self, batch: Iterable[Iterable[int]], *, errors: str = "replace") -> list[str]:
+        """Return the text of each list of ids, see `decode`."""
+        return [self.decode(ids, errors=errors) for ids in batch]
+
+    def decode_with_offsets(self, ids: Iterable[int]) -> tuple[str, list[int]]:
+        """Return the text of `ids`, and of each id the index of the first character that has a byte of it.
+
+        ValueError: an id is not in the vocabulary, or the bytes are not UTF-8.
+        """
+        tokens = [self.decode_single_token_bytes(token_id) for token_id in ids]
+        data = b"".join(tokens)
+        begun = np.cumsum([0, *(np.frombuffer(data, np.uint8) & 0xC0 != 0x80)])
+        starts = np.cumsum([0, *map(len, tokens)])[:-1]
+        return data.decode(), (begun[np.minimum(starts + 1, len(data))] - 1).tolist()
+
+    def decode_single_token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of an id. Raises ValueError as `decode`."""
+        return self.decode_bytes([token_id])
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """Return the bytes of `ids`, joined. Raises ValueError as `decode`."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, repeat
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,13 @@ from lmkit.tokenizer.pretokenize import SpecialTokens
 from lmkit.tokenizer.tokenizer import Tokenizer
 
 _log = logging.getLogger("lmkit")
+_PART_BYTES = 1 << 18
 
 
 def train_tokenizer(
-    paths: str | Path | Sequence[str | Path],
+    paths: str | Path | Sequence[str | Path] | None = None,
     *,
+    texts: Iterable[str] | None = None,
     vocab_size: int,
     special_tokens: str | Sequence[str] | None = (END_OF_TEXT,),
     end_of_text: str | None = None,
@@ -37,7 +39,7 @@ def train_tokenizer(
     errors: ErrorMode = "strict",
     progress: Progress | None = None,
 ) -> Tokenizer:
-    """Train byte-level BPE on text files.
+    """Train byte-level BPE on text files, or on strings.
 
     The algorithm is `core.bpe.learn_merges`. Nothing is merged across the words of GPT-2's pattern or across special
     tokens. Whitespace is text like any other. Ids: the 256 bytes, the merges in order, then the special tokens in the
@@ -45,6 +47,8 @@ def train_tokenizer(
 
     Args:
         paths: one or more UTF-8 text files; nothing is merged across files.
+        texts: strings in place of files, such as documents from a generator, which is read once; nothing is merged
+            across strings.
         vocab_size: 256 bytes + merges + special tokens. The result is smaller, with a warning, if the corpus has too
             few pairs to merge.
         special_tokens: None means no special tokens.
@@ -53,8 +57,10 @@ def train_tokenizer(
         max_token_bytes: no merge makes a longer token.
         workers: threads that count words; 0 means one per usable CPU.
         errors: text that is not UTF-8 stops the training ("strict") or is read as U+FFFD ("replace").
-        progress: called with ("count words", bytes done, bytes) and ("learn merges", merges done, merges).
+        progress: called with ("count words", bytes done, bytes) and ("learn merges", merges done, merges). The bytes
+            of `texts` are those done.
 
+    ValueError: neither or both of `paths` and `texts`. TypeError: `texts` is no iterable of strings.
     UsageError: a file is missing, the corpus is empty, or `vocab_size` or `special_tokens` are impossible.
     LmkitError: a file is not UTF-8.
 
@@ -66,7 +72,8 @@ def train_tokenizer(
     >>> tokenizer.merges[:2]
     [(b'o', b'w'), (b'l', b'ow')]
     """
-    files = list(map(Path, [paths] if isinstance(paths, (str, Path)) else paths))
+    if (paths is None) == (texts is None):
+        raise ValueError("give either paths of text files or texts=, an iterable of strings")
     special_tokens = (special_tokens,) if isinstance(special_tokens, str) else tuple(special_tokens or ())
     _tokenizer([], special_tokens)  # refused before the words are counted
     least = NUM_BYTES + len(special_tokens)
@@ -78,8 +85,26 @@ def train_tokenizer(
             hint=f"use at least {least}" if vocab_size < least else f"use at most {MAX_VOCABULARY}",
         )
     specials = SpecialTokens(dict.fromkeys((*special_tokens, *filter(None, [separator])), 0))
-    words = _count_words(TextFiles(files, specials, errors), workers or usable_cpus(), progress)
-    if special_tokens and not words.num_special:
+    parts: Iterable[list[Chunk]]
+    if texts is not None:
+        parts, num_bytes = _parts(texts, specials), 0
+    else:
+        named = [paths] if isinstance(paths, (str, Path)) else paths or ()
+        files = TextFiles(list(map(Path, named)), specials, errors)
+        parts = ([chunk] for source in range(len(files.paths)) for chunk in files.chunks(source))
+        num_bytes = files.num_bytes
+
+    def valid(chunk: Chunk) -> bytes:
+        return chunk.data if texts is not None else valid_utf8(chunk, files.paths[chunk.source], errors)
+
+    def counted(done: int) -> None:
+        if progress is not None and done:
+            progress("count words", done, num_bytes or done)
+
+    words = _count_words(parts, valid, specials, workers or usable_cpus(), counted)
+    if texts is not None and not len(words.lengths) and not words.num_special:
+        raise UsageError("text.empty", "the corpus is empty", hint="give texts that are not empty")
+    if special_tokens and not words.num_special and texts is None:  # texts end without a token
         _log.warning("no special token (%s) occurs in the corpus", ", ".join(special_tokens))
     num_merges = vocab_size - least
     report = None if progress is None else partial(progress, "learn merges")
@@ -108,22 +133,40 @@ def _tokenizer(merges: Sequence[Pair], special_tokens: tuple[str, ...]) -> Token
     return tokenizer
 
 
-def _count_words(files: TextFiles, workers: int, progress: Progress | None) -> WordCounts:
-    """Count the distinct words, in the memory of a few chunks per worker plus each worker's table of words."""
+def _parts(texts: Iterable[str], specials: SpecialTokens) -> Iterator[list[Chunk]]:
+    """Yield about `_PART_BYTES` at a time: of many short texts, or of a long one."""
+    part: list[Chunk] = []
+    size = 0
+    for text in [b""] if isinstance(texts, str) else texts:
+        if not isinstance(text, str):
+            raise TypeError("texts must be an iterable of strings")
+        for chunk in exact_chunks([text.encode()], specials):
+            part.append(chunk)
+            if (size := size + chunk.num_bytes) >= _PART_BYTES:
+                yield part
+                part, size = [], 0
+    yield part
+
+
+def _count_words(
+    parts: Iterable[list[Chunk]],
+    valid: Callable[[Chunk], bytes],
+    specials: SpecialTokens,
+    workers: int,
+    report: Callable[[int], None],
+) -> WordCounts:
+    """Count the distinct words, in the memory of a few parts per worker plus each worker's table of words."""
     done_bytes = 0
 
-    def count(counter: WordCounter, chunk: Chunk) -> None:
-        counter.add(valid_utf8(chunk, files.paths[chunk.source], files.errors))
+    def count(counter: WordCounter, part: list[Chunk]) -> None:
+        for chunk in part:
+            counter.add(valid(chunk))
 
-    chunks = chain.from_iterable(map(files.chunks, range(len(files.paths))))
-    counters: list[Any] = list(
-        map(new_counter, repeat(files.specials, workers))
-    )  # all in C, or all in Python
-    with closing(share_out(chunks, list(map(partial, repeat(count), counters)))) as results:
-        for chunk, _ in results:
-            done_bytes += chunk.num_bytes
-            if progress is not None:
-                progress("count words", done_bytes, files.num_bytes)
+    counters: list[Any] = list(map(new_counter, repeat(specials, workers)))  # all in C, or all in Python
+    with closing(share_out(parts, list(map(partial, repeat(count), counters)))) as results:
+        for part, _ in results:
+            done_bytes += sum(chunk.num_bytes for chunk in part)
+            report(done_bytes)
     words: WordCounts = counters[0].result(*counters[1:])
     return words
 
