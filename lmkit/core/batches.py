@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -71,14 +71,15 @@ class FileSampler(Sampler):
     """Cut windows out of a token file. Subclasses draw where they start.
 
     Args:
-        tokens: one-dimensional integer array, usually memory-mapped: only sampled windows are read.
+        tokens: one-dimensional integer array, usually memory-mapped: only sampled windows are read. A list, or a
+            tensor on the CPU, will do.
         mask: one bit per token (`np.packbits`), whether it counts as a target; targets that do not are -1.
         borders: positions at which documents begin, for a model with `separate_documents`. The input before a border
             predicts the document's first token, and is given as its complement, ~id. None: no input is.
 
     Raises:
-        ValueError: there are fewer than `context_length + 1` tokens; they are not integers in one dimension; ranks x
-            accumulation does not divide the batch.
+        ValueError: there are fewer than `context_length + 1` tokens; they are not integers in one dimension, or (when
+            a batch is cut) negative; ranks x accumulation does not divide the batch.
     """
 
     tokens: np.ndarray = field(kw_only=False)
@@ -87,10 +88,7 @@ class FileSampler(Sampler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.tokens.ndim != 1 or self.tokens.dtype.kind not in "iu":
-            raise ValueError(
-                f"tokens must be integers in one dimension, got {self.tokens.dtype} {self.tokens.shape}"
-            )
+        self.tokens = integers("tokens", self.tokens)
         check_length(self.tokens, self.context_length)
 
     def _cut(self, starts: Sequence[int]) -> Batch:
@@ -132,6 +130,7 @@ class TokenBatches(FileSampler):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.document_starts is not None:
+            self.document_starts = integers("document_starts", self.document_starts)
             # A window must not reach beyond the end of the file.
             last = len(self.tokens) - self.context_length - 1
             if len(self.document_starts) and self.document_starts.min() < 0:
@@ -180,8 +179,9 @@ def evaluation_windows(
     targets. `max_batches` limits the number of batches. `mask` and `borders` are as of `FileSampler`.
 
     Raises:
-        ValueError: there are fewer than `context_length + 1` tokens.
+        ValueError: there are fewer than `context_length + 1` tokens, or they are not integers in one dimension.
     """
+    tokens = integers("tokens", tokens)
     check_length(tokens, context_length)
     end = len(tokens) - 1
     whole = end // context_length * context_length
@@ -194,6 +194,15 @@ def evaluation_windows(
         yield batch_of(before, after, range(start, last, length), borders)
 
 
+def integers(name: str, values: Any) -> np.ndarray:
+    """Return an array, a list or a tensor on the CPU as an array, without a copy if it is one already."""
+    array = np.asanyarray(values)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        found = f"{array.dtype} {array.shape}"
+        raise ValueError(f"{name} must be integers in one dimension, such as rows.reshape(-1); got {found}")
+    return array
+
+
 def check_length(tokens: np.ndarray, context_length: int) -> None:
     """Raise ValueError if there are fewer than `context_length + 1` tokens: one window and its targets."""
     if len(tokens) < context_length + 1:
@@ -203,6 +212,8 @@ def check_length(tokens: np.ndarray, context_length: int) -> None:
 def marked(tokens: np.ndarray, mask: np.ndarray | None, start: int, end: int) -> np.ndarray:
     """Return tokens as int64; a token that does not count as a target as its complement, which is negative."""
     ids = tokens[start:end].astype(np.int64)
+    if tokens.dtype.kind == "i" and ids.min() < 0:
+        raise ValueError(f"tokens must not be negative, got {ids.min()}; say with mask= what is no target")
     if mask is None:
         return ids
     bits = np.unpackbits(mask[start // 8 : -(-end // 8)])[start % 8 :][: len(ids)]

@@ -16,13 +16,32 @@ from lmkit.storage.inputs import in_home
 T = TypeVar("T", bound="Table")
 
 
+def _plain(value: Any) -> Any:
+    """Return a number of NumPy as Python's; also those in tuples and tables."""
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value))
+    return value.item() if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0 else value
+
+
 class Table(BaseModel):
-    """A TOML table. Refuses unknown keys, wrong types (`true` or `"12"` for an integer), inf and nan."""
+    """A TOML table. Refuses unknown keys, wrong types (`true` or `"12"` for an integer), inf and nan.
+
+    In Python, numbers of NumPy count as Python's.
+    """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**_plain(values))
+
+    # Not called for JSON, whose arrays would then be lists, which are no tuples.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
     def changed(self: T, **values: Any) -> T:
         """Return a copy with other values, which are not validated: `recipe.changed(train={"steps": 3})`."""
+        values = _plain(values)
         for key, value in values.items():
             if isinstance(value, dict) and isinstance(table := getattr(self, key), Table):
                 values[key] = table.changed(**value)
