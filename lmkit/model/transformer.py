@@ -288,7 +288,7 @@ class TransformerLM(core.TransformerLM):
         if cache is None:
             keeps = None
             checkpoints = self.config.activation_checkpointing != "none" and torch.is_grad_enabled()
-            if checkpoints and not is_transformed():  # torch.func allows no hooks of saved tensors
+            if checkpoints and not (is_transformed() or torch.compiler.is_exporting()):  # they allow no hooks
                 keeps = self._keeps(x)
             cos_sin = self.rope(ids.shape[1])  # (seq, head_dim / 2, 2)
             x, delta = self.layers(x, cos_sin, firsts, operations=operations, keeps=keeps)
