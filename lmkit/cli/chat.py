@@ -116,7 +116,7 @@ class Conversation:
         self._ids: list[int] = [*self._tokenizer.prefix] or ([] if start is None else [start])
         self._goes_on = False
         if self._template is not None:
-            self._ids, self._between = [], self._template.begin
+            self._ids, self._before, self._known = [], self._template.begin, 0
 
     def answer(self, line: str) -> Iterator[str]:
         """Add a line to the text; yield pieces of what the model adds."""
@@ -145,8 +145,9 @@ class Conversation:
 
         if (template := self._template) is None:
             return encode("\n" + line if line and self._goes_on else line, allowed_special=frozenset())
-        between = template.after if self._goes_on else self._between  # an answer that was cut has no end
-        self._between = template.rest
+        # An answer that was cut has no end; else the end's token is there, and may take the white space behind it.
+        before = encode(self._before + template.head("user"))[0 if self._goes_on else self._known :]
+        self._before, self._known = template.after, 1
         asked = encode(line.strip(), allowed_special=frozenset())
         after = template.after + template.head("assistant")
-        return [*encode(between + template.head("user")), *asked, *encode(after)]
+        return [*before, *asked, *encode(after)]

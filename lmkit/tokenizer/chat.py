@@ -111,14 +111,14 @@ class ChatTemplate:
         A special token that a message spells is plain text: only the template begins and ends turns. What the
         assistant says counts, and the token that ends its turn, unless the message is not to be learned.
         """
-        parts, between = [], self.begin
+        parts, before, known = [], self.begin, 0
         for role, content, learned in messages:
-            parts.append(Part(_ids(tokenizer, between + self.head(role)), False))
+            parts.append(Part(_ids(tokenizer, before + self.head(role))[known:], False))
             text = tokenizer.encode(content.strip(), allowed_special=(), add_special_tokens=False)
             words = [*text, tokenizer.special_ids[self.end]]
             parts.append(Part(words, learned and role == "assistant"))
-            between = self.rest
-        return [*parts, Part(_ids(tokenizer, between), False)]
+            before, known = self.after, 1  # with the end's token, which may take the white space behind it
+        return [*parts, Part(_ids(tokenizer, before)[known:], False)]
 
     def to_jinja(self) -> str:
         """Return the template as transformers' `apply_chat_template` reads it, which then renders the same text."""

@@ -2,7 +2,7 @@
 
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -11,7 +11,7 @@ import torch
 
 from lmkit.parallel.launch import spawn_ranks
 
-CHECKS_FOLDER = str(Path(__file__).parents[1] / "parallel")
+CHECKS_FOLDER, PROMISES_FOLDER = (str(Path(__file__).parents[1] / name) for name in ("parallel", "promises"))
 MIB = 2**20
 
 pytestmark = [
@@ -22,16 +22,33 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def rank_checks() -> Iterator[ModuleType]:
-    sys.path.insert(0, CHECKS_FOLDER)  # spawned ranks inherit it
-    yield importlib.import_module("rank_checks")
-    sys.path.remove(CHECKS_FOLDER)
+    yield from imported(CHECKS_FOLDER, "rank_checks")
+
+
+@pytest.fixture(scope="module")
+def rank_promises() -> Iterator[ModuleType]:
+    yield from imported(PROMISES_FOLDER, "rank_promises")
+
+
+def imported(folder: str, name: str) -> Iterator[ModuleType]:
+    sys.path.insert(0, folder)  # spawned ranks inherit it
+    yield importlib.import_module(name)
+    sys.path.remove(folder)
+
+
+def assert_all_passed(outcome: dict[str, list[str]], checks: Iterable[str]) -> None:
+    failed = {name: texts for name, texts in outcome.items() if any(texts)}
+    assert not failed, "\n".join(f"{name}:\n{text}" for name, texts in failed.items() for text in texts)
+    assert set(outcome) == set(checks)
 
 
 def test_all_checks_ran_and_passed(rank_checks):
     outcome = spawn_ranks(2, rank_checks.run_all, (list(rank_checks.CHECKS), "cuda"))
-    failed = {name: texts for name, texts in outcome.items() if any(texts)}
-    assert not failed, "\n".join(f"{name}:\n{text}" for name, texts in failed.items() for text in texts)
-    assert set(outcome) == set(rank_checks.CHECKS)
+    assert_all_passed(outcome, rank_checks.CHECKS)
+
+
+def test_the_modules_of_the_api_keep_their_promises(rank_promises):
+    assert_all_passed(spawn_ranks(2, rank_promises.on_gpus), rank_promises.CHECKS)
 
 
 def test_the_modules_of_the_api_work_over_gloo_with_cuda_tensors(rank_checks):

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from raising import raises
+from rank_runner import run_checks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lmkit.errors import UsageError
 from lmkit.parallel import FSDP, DataParallel, Ranks, ShardedOptimizer, gather_full_parameters
+from lmkit.parallel.place import read_place
 from lmkit.training import load_checkpoint, save_checkpoint
 
 Check = Callable[[Ranks], object]
@@ -73,7 +75,8 @@ def plain_loss(model: Any, x: torch.Tensor) -> torch.Tensor:
 
 def inputs(ranks: Ranks, step: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(step)
-    return torch.randn(ranks.world_size, 4, WIDTH, dtype=torch.float64, generator=generator)
+    x = torch.randn(ranks.world_size, 4, WIDTH, dtype=torch.float64, generator=generator, device="cpu")
+    return x.to(ranks.device)
 
 
 def pair(make: Callable[[], nn.Module] = Net) -> tuple[Any, Any]:
@@ -90,7 +93,8 @@ def assert_equal(model: FSDP, oracle: nn.Module) -> None:
 
 def train(ranks: Ranks, model: Any, oracle: Any, loss: Any = plain_loss, right: Any = plain_loss) -> None:
     """Train `model` by `loss` of this rank's batch, and `oracle` by `right` of all batches."""
-    optimizers = [torch.optim.SGD(either.parameters(), lr=0.3, momentum=0.5) for either in (model, oracle)]
+    settings: dict[str, Any] = {"lr": 0.3, "momentum": 0.5, "foreach": False}  # DTensors beside tensors
+    optimizers = [torch.optim.SGD(either.parameters(), **settings) for either in (model, oracle)]
     for step in range(3):
         x = inputs(ranks, step)
         losses = loss(model, x[ranks.rank]), sum(right(oracle, part) for part in x) / ranks.world_size
@@ -248,7 +252,7 @@ def the_gradient_scaler_skips_the_same_steps_everywhere(ranks: Ranks) -> None:
 
     model, oracle = pair()
     optimizers = [torch.optim.SGD(either.parameters(), lr=0.3) for either in (model, oracle)]
-    scalers = [torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2) for _ in optimizers]
+    scalers = [torch.amp.GradScaler(ranks.device.type, init_scale=8.0, growth_interval=2) for _ in optimizers]
     for step in range(4):
         joined = sum(loss(oracle, step, rank) for rank in range(ranks.world_size)) / ranks.world_size
         losses = loss(model, step, ranks.rank), joined
@@ -388,7 +392,7 @@ def a_module_that_changes_after_wrapping_is_refused(ranks: Ranks) -> None:
         module.frozen = nn.Linear(2, 2).requires_grad_(False)
         model = wrap(module)
         model(x)
-        module.to("cpu")  # where it is
+        module.to(ranks.device)  # where it is
         module.blocks[0] = nn.Sequential(module.blocks[0])  # the same parameters
         model(x)
         with raises(UsageError, f"parallel.{code}", named):
@@ -411,3 +415,8 @@ def data_parallel_copies_and_pickles_as_pytorchs(ranks: Ranks) -> None:
     averaged = torch.optim.swa_utils.AveragedModel(made[0])
     averaged.update_parameters(made[0])
     assert torch.equal(averaged(x), made[0](x))
+
+
+def on_gpus() -> dict[str, list[str]]:
+    torch.set_default_device(f"cuda:{read_place().local_rank}")
+    return run_checks(CHECKS, "cuda")

@@ -9,8 +9,17 @@ from raising import raises
 
 from lmkit.errors import LmkitError, UsageError
 from lmkit.tokenizer import Tokenizer
-from lmkit.tokenizer.chat import ROLES, TEMPLATES, ChatTemplate, Message, beside, from_jinja, read_template
-from lmkit.tokenizer.pretokenize import PATTERNS
+from lmkit.tokenizer.chat import (
+    CHATML,
+    ROLES,
+    TEMPLATES,
+    ChatTemplate,
+    Message,
+    beside,
+    from_jinja,
+    read_template,
+)
+from lmkit.tokenizer.pretokenize import PATTERNS, AddedToken
 
 MARKS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKS += ("<|eot_id|>", "<|begin_of_text|>", "<|end_header_id|>")
@@ -34,6 +43,15 @@ def tokenizer_of(pattern: str = "gpt2", nfc: bool = False) -> Tokenizer:
 def joined(template: ChatTemplate, messages: list[Message], tokenizer: Tokenizer) -> list[tuple[int, bool]]:
     parts = template.encode(messages, tokenizer)
     return [(token, counts) for ids, counts in parts for token in ids]
+
+
+def test_an_end_that_takes_white_space_takes_the_templates():
+    marks = {"<|im_start|>": {"lstrip": True}, "<|im_end|>": {"rstrip": True}, "<|endoftext|>": {}}
+    tokens = [AddedToken(text, special=True)._replace(**taken) for text, taken in marks.items()]
+    tokenizer = Tokenizer(vocab=Tokenizer.from_merges(PAIRS).vocab, merges=PAIRS, special_tokens=tokens)
+    asked = [Message("user", "a"), Message("assistant", "b"), Message("user", "c")]
+    found = [token for token, _ in joined(CHATML, asked, tokenizer)]
+    assert found == tokenizer.encode(CHATML.render(asked), add_special_tokens=False)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
