@@ -486,6 +486,16 @@ class Head(Linear):
         return linear_cross_entropy(hidden, self.weight, targets, slice_loss=self.slice_loss)
 
 
+def loss_of_head(head: nn.Module, hidden: Tensor, targets: Tensor, *operations: Any) -> Tensor:
+    """Return the loss of the last layer; of one that replaces it, an adapter perhaps, by all its logits."""
+    if isinstance(head, Head):
+        return head(hidden, targets, *operations)
+    logits = head(hidden).flatten(0, -2)  # (batch * seq, vocab_size)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    sums = F.cross_entropy(wide, targets.flatten().clamp_min(-1), ignore_index=-1, reduction="sum")
+    return sums / (targets >= 0).sum().clamp_min(1)
+
+
 class TransformerLM(nn.Module):
     """The whole model.
 
@@ -582,4 +592,4 @@ class TransformerLM(nn.Module):
         """
         hidden = self.hidden_states(ids)  # (batch, seq, d_model)
         with range_("loss"):
-            return self.lm_head(hidden, targets)
+            return loss_of_head(self.lm_head, hidden, targets)

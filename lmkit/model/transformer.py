@@ -211,8 +211,8 @@ class LastNorm(core.RMSNorm):
 
     def forward(self, x: Tensor, delta: Tensor | None = None, operations: Operations = PLAIN) -> Tensor:
         """Return the norm of x + delta, (..., d_model)."""
-        if delta is None and type(operations) is Operations:
-            return super().forward(x)
+        if type(operations) is Operations:  # they would write into delta, which a hook of the last block may keep
+            return super().forward(x if delta is None else x + delta)
         return operations.add_rms_norm(x, delta, self.weight, self.eps)[1]
 
 
@@ -311,7 +311,8 @@ class TransformerLM(core.TransformerLM):
     def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
         hidden = self.hidden_states(ids)  # (batch, seq, d_model)
         with range_("loss"):
-            return self.lm_head(hidden, targets, PLAIN if is_transformed() else self.operations)
+            operations = PLAIN if is_transformed() else self.operations
+            return core.loss_of_head(self.lm_head, hidden, targets, operations)
 
 
 def compile_model(

@@ -75,6 +75,27 @@ def test_hooks_fire_and_may_change_what_they_see(make_model, keep):
     torch.testing.assert_close(loss, plain.loss(IDS, IDS), rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("keep", ["none", "block", "attention"])
+@pytest.mark.parametrize(
+    "names", [["layers.0", "layers.1", "layers"], ["ln_final", "layers.1.attn", "layers.0.ffn.w1"]]
+)
+def test_nothing_writes_into_what_a_hook_saw(make_model, keep, names):
+    model, seen = make_model(activation_checkpointing=keep), []
+
+    def look(module, inputs, output):
+        tensors = [
+            x for x in (*inputs, *(output if isinstance(output, tuple) else [output])) if torch.is_tensor(x)
+        ]
+        seen.extend((x, x.detach().clone()) for x in tensors)
+
+    for name in names:
+        model.get_submodule(name).register_forward_hook(look)
+    model.loss(IDS, IDS).backward()
+    assert len(seen) >= 4
+    for kept, then in seen:
+        assert torch.equal(kept, then)
+
+
 @pytest.mark.parametrize("name", [*JOINED, "attn.output_proj", "ffn.w2", "ln1", "attn"])
 def test_a_text_is_written_by_the_layer_that_somebody_put_in(make_model, name):
     """Not by its weights alone, which are all that a fast step reads."""
@@ -172,12 +193,16 @@ def test_adapters_of_peft(make_model):
     peft = pytest.importorskip("peft")
     model = make_model(dtype=torch.float32)
     before = model(IDS).detach()
-    layers = ["q_proj", "v_proj", "output_proj", "w1", "w2"]
+    layers = ["q_proj", "v_proj", "output_proj", "w1", "w2", "lm_head"]
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=layers, init_lora_weights=False))
     assert not torch.allclose(adapted(IDS), before, atol=0.1)
-    model.loss(IDS, IDS).backward()
+    targets = IDS.where(IDS % 3 > 0, -1)
+    loss = model.loss(IDS, targets)
+    mean = torch.nn.functional.cross_entropy(model(IDS).flatten(0, 1), targets.flatten(), ignore_index=-1)
+    torch.testing.assert_close(loss, mean)
+    loss.backward()
     trained = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
-    assert len(trained) == 2 * len(layers) * len(model.layers)
+    assert len(trained) == 2 * (len(layers) - 1) * len(model.layers) + 2
     assert all("lora_" in name for name in trained)
     decoder = Decoder(model, 1, sampling=Sampling(0.0), most=9)
     decoder.start([0], [IDS[0].tolist()], seeds=[0])
