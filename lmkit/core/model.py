@@ -7,8 +7,8 @@
 Norms are RMSNorm, positions rotate queries and keys (RoPE), attention is causal, the feed-forward network is SwiGLU.
 
 Modules read the configuration by the names of a recipe's table `[model]`: vocab_size, context_length, d_model, d_ff,
-num_layers, kv_heads, head_dim, norm_eps, tie_embeddings, zero_init, rope_theta and rope_scaling..., and the switches
-qkv_bias, qk_norm, attention_window (`window(layer)`) and separate_documents. There are d_model / head_dim heads.
+num_layers, num_heads, kv_heads, head_dim, norm_eps, tie_embeddings, zero_init, rope_theta and rope_scaling..., and the
+switches qkv_bias, qk_norm, attention_window (`window(layer)`) and separate_documents.
 """
 
 from __future__ import annotations
@@ -370,12 +370,13 @@ class SelfAttention(nn.Module):
     def __init__(self, config: Any, layer: int = 0, **factory_kwargs: Any) -> None:
         super().__init__()
         d_model, d_kv = config.d_model, config.kv_heads * config.head_dim
+        d_q = config.num_heads * config.head_dim
         self.layer, self.window = layer, config.window(layer)
         self.kv_heads, self.head_dim = config.kv_heads, config.head_dim
-        self.q_proj = Linear(d_model, d_model, bias=config.qkv_bias, **factory_kwargs)
+        self.q_proj = Linear(d_model, d_q, bias=config.qkv_bias, **factory_kwargs)
         self.k_proj = Linear(d_model, d_kv, bias=config.qkv_bias, **factory_kwargs)
         self.v_proj = Linear(d_model, d_kv, bias=config.qkv_bias, **factory_kwargs)
-        self.output_proj = Linear(d_model, d_model, zeros=config.zero_init, **factory_kwargs)
+        self.output_proj = Linear(d_q, d_model, zeros=config.zero_init, **factory_kwargs)
         self.q_norm = self.k_norm = None
         if config.qk_norm:
             self.q_norm = RMSNorm(config.head_dim, eps=config.norm_eps, **factory_kwargs)

@@ -248,7 +248,7 @@ class CPUStep:
         self.decoder, self.head = decoder, model.lm_head.weight.detach().T
         self.x, self.normed = self.head.new_zeros(2, rows, width)
         self.x_array, self.normed_array = self.x.numpy(), self.normed.numpy()
-        self.qkv = self.head.new_zeros(rows, width + 2 * kv_heads * head_dim)
+        self.qkv = self.head.new_zeros(rows, config.width_of_heads + 2 * kv_heads * head_dim)
         heads = self.qkv.unflatten(-1, (-1, head_dim))  # (rows, heads + 2 kv_heads, head_dim)
         self.q = heads[:, : config.num_heads, None]  # (rows, heads, 1, head_dim)
         self.qk, self.v = np.split(heads.numpy(), [-kv_heads], axis=1)
@@ -339,7 +339,7 @@ def can_run_kernels(model: TransformerLM) -> bool:
         and weight.dtype in (torch.bfloat16, torch.float16, torch.float32)
         and ATTENTION.facts(config.attention).sees_all
         # Four slices of columns, 16 bytes at a time; sums of squares over 16 features.
-        and config.d_model % 64 == 0
+        and config.d_model % 64 == config.width_of_heads % 64 == 0
         and config.d_ff % 32 == 0
         and config.head_dim <= 256
         and config.switches <= SWITCHES
@@ -409,7 +409,7 @@ def kernel_step_needs(model: TransformerLM, rows: int) -> tuple[int, int]:
     space = attend_space(some, *heads, capacity, weight.new_empty(0, device="meta"))
     stream = 2 * width * element + 4 * width
     qkv = (config.num_heads + 2 * config.kv_heads) * config.head_dim
-    kept = stream + (qkv + width + config.d_ff) * element + 4 * vocab_size + 8 * SLOTS.value
+    kept = stream + (qkv + config.width_of_heads + config.d_ff) * element + 4 * vocab_size + 8 * SLOTS.value
     kept += sum(x.nbytes for x in space) // some
     copies = stream + 8  # while a step is recorded
     if rows <= MOST_ROWS:

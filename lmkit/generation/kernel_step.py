@@ -42,7 +42,7 @@ class KernelStep:
             weight.new_zeros(rows * width, dtype=torch.float32),
         )
         self.qkv = weight.new_zeros(rows, (config.num_heads + 2 * config.kv_heads) * config.head_dim)
-        self.attended = weight.new_zeros(rows, width)
+        self.attended = weight.new_zeros(rows, config.width_of_heads)
         self.hidden = weight.new_zeros(rows, config.d_ff)
         self.logits = weight.new_zeros(rows, vocab_size, dtype=torch.float32)
         self.best = torch.full((rows, SLOTS.value), NOTHING.value, device=weight.device)
@@ -117,7 +117,7 @@ class KernelStep:
     def _few(self, bucket: int) -> Callable[[], None]:
         """Prepare the launches of a step of up to 16 rows."""
         stream, (rows, width) = self.stream, self.attended.shape
-        parts = parts_of(width, self.tile("output", rows, width))  # of the product "output"
+        parts = parts_of(stream.total.shape[1], self.tile("output", rows, width))  # of the product "output"
         product = partial(prepare_product, stream=stream, eps=self.eps, pdl=self.pdl)
         launches: list[Callable[[], None]] = []
         for layer, (qkv, output, gate_up, down) in enumerate(self.matrices):

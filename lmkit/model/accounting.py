@@ -107,7 +107,7 @@ def forward_flops_per_token(config: ModelConfig, context: int, *, causal: bool =
 
     In a layer with a window, twice the tokens that a token sees on average take the place of T.
     """
-    attention = (2 if causal else 4) * config.d_model * _seen(config, context)
+    attention = (2 if causal else 4) * config.width_of_heads * _seen(config, context)
     return 2 * count_parameters(config).multiplying + attention
 
 
@@ -147,10 +147,10 @@ def step_work(config: ModelConfig, rows: int, *, element_bytes: int) -> dict[str
 
     tokens = rows * config.context_length
     d, layers = config.d_model, config.num_layers
-    d_kv = config.kv_heads * config.head_dim
+    d_q, d_kv = config.width_of_heads, config.kv_heads * config.head_dim
     counts = count_parameters(config)
     assert config.vocab_size is not None
-    attention = 2 * d * _seen(config, config.context_length) * tokens
+    attention = 2 * d_q * _seen(config, config.context_length) * tokens
     element = element_bytes * tokens
     return {
         classes.PRODUCTS: Work(flops=6 * (counts.in_blocks + config.vocab_size * d) * tokens),
@@ -163,6 +163,6 @@ def step_work(config: ModelConfig, rows: int, *, element_bytes: int) -> dict[str
         classes.LOSS: Work(num_bytes=2 * config.vocab_size * element),
         classes.OPTIMIZER: Work(num_bytes=update_bytes(element_bytes) * counts.total),
         # Read and written, forward and backward.
-        classes.ROPE: Work(num_bytes=4 * (d + d_kv) * layers * element),
+        classes.ROPE: Work(num_bytes=4 * (d_q + d_kv) * layers * element),
         classes.EMBEDDING: Work(num_bytes=4 * d * element),  # likewise
     }

@@ -140,6 +140,12 @@ class _Config(BaseModel):
     quantization_config: Any = None
 
     @property
+    def d_head(self) -> int | None:
+        """Channels of a head; None: hidden_size / num_attention_heads."""
+        found = 128 if self.model_type == "qwen3" and self.head_dim is None else self.head_dim
+        return None if found is None or found * self.num_attention_heads == self.hidden_size else found
+
+    @property
     def window(self) -> int | None:
         """Tokens that a layer with a window sees; None: there is no such layer."""
         slides = self.use_sliding_window and (
@@ -189,6 +195,7 @@ def read_config(path: Path, *, context_length: int | None = None) -> ModelConfig
             d_ff=config.intermediate_size,
             num_layers=config.num_hidden_layers,
             num_heads=config.num_attention_heads,
+            d_head=config.d_head,
             num_kv_heads=config.num_key_value_heads,
             rope_theta=config.rope_theta if rope.rope_theta is None else rope.rope_theta,
             norm_eps=config.rms_norm_eps,
@@ -252,10 +259,6 @@ def _inexpressible(config: _Config, rope: _Rope, length: int) -> Iterator[str]:
         yield "is_causal false"
     if config.quantization_config is not None:
         yield "quantization_config"
-    heads = config.num_attention_heads
-    head_dim = 128 if config.model_type == "qwen3" and config.head_dim is None else config.head_dim
-    if head_dim is not None and head_dim * heads != config.hidden_size:
-        yield f"head_dim {head_dim} with {heads} heads and hidden_size {config.hidden_size}"
     window = config.window
     if window is not None and window < length:
         yield f"sliding_window {window} with a context of {length} (--context-length {window} does without)"

@@ -85,26 +85,26 @@ def saved(config: ModelConfig, form: Form) -> Mapping[str, int]:
     Attention kernels keep q, k, v, their output and a float32 per head and query (log-sum-exp); those that hold all
     scores keep them, too, of `config.context_length` keys. The compiler decides otherwise; this it kept on an H200.
     """
-    d, d_kv, d_ff = config.d_model, config.kv_heads * config.head_dim, config.d_ff
+    d, d_q, d_kv, d_ff = config.d_model, config.width_of_heads, config.kv_heads * config.head_dim, config.d_ff
     others = config.switches - SWITCHES
     fused = form.blocks_reuse_memory and not others
     # The sum (PyTorch's operations on a CPU keep it normalised, in float32), and the inverse RMS.
     sums = max(form.stream, FLOAT) if form.device == "cpu" and not fused else form.stream
-    attention = form.product * d + FLOAT * config.num_heads
+    attention = form.product * d_q + FLOAT * config.num_heads
     if ATTENTION.facts(config.attention).keeps_scores:
         attention += form.product * config.num_heads * config.context_length
         # The rotated ones, which are not contiguous.
-        attention += 0 if fused else form.product * (d + 2 * d_kv)
+        attention += 0 if fused else form.product * (d_q + 2 * d_kv)
     heads_normed = 0
     if config.qk_norm:  # on a CPU normalised in float32, elsewhere the projection before its norms
         wide = form.device == "cpu" and not fused
-        heads_normed = max(form.product, FLOAT) * (d + d_kv) if wide else form.product * (d + 2 * d_kv)
+        heads_normed = max(form.product, FLOAT) * (d_q + d_kv) if wide else form.product * (d_q + 2 * d_kv)
         heads_normed += 0 if fused else FLOAT * (config.num_heads + config.kv_heads)  # the inverse RMS
     kinds = {
         NORM: 2 * (sums * d + FLOAT),
         INPUTS: form.product * 2 * d,  # of q, k, v and of gate, up
         # In place, or the rotated q and k beside the projection, of which v is a view.
-        QKV: form.product * (d + 2 * d_kv + (0 if fused else d + d_kv)) + heads_normed,
+        QKV: form.product * (d_q + 2 * d_kv + (0 if fused else d_q + d_kv)) + heads_normed,
         OUT: attention,
         GATE_UP: form.product * 2 * d_ff,
         SWIGLU: form.product * d_ff * (1 if fused or form.compiled else 2),  # the result, and silu(gate)
@@ -144,7 +144,7 @@ def kept(config: ModelConfig, form: Form, keep: Keep) -> Mapping[str, int]:
         return of
     qkv = of[QKV]
     if form.compiled:  # the product alone, which is normalised and rotated again
-        qkv = form.product * (config.d_model + 2 * config.kv_heads * config.head_dim)
+        qkv = form.product * (config.width_of_heads + 2 * config.kv_heads * config.head_dim)
     # What one level keeps more than the level before; beside the products the sum after attention.
     levels = {"inputs of blocks": x, OUT: of[OUT], QKV: qkv, GATE_UP: of[GATE_UP] + x}
     return dict(list(levels.items())[: KEEPS.index(keep) + 1])

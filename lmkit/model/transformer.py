@@ -211,7 +211,9 @@ class LastNorm(core.RMSNorm):
 
     def forward(self, x: Tensor, delta: Tensor | None = None, operations: Operations = PLAIN) -> Tensor:
         """Return the norm of x + delta, (..., d_model)."""
-        if type(operations) is Operations:  # they would write into delta, which a hook of the last block may keep
+        if (
+            type(operations) is Operations
+        ):  # they would write into delta, which a hook of the last block may keep
             return super().forward(x if delta is None else x + delta)
         return operations.add_rms_norm(x, delta, self.weight, self.eps)[1]
 

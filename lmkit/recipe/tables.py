@@ -70,7 +70,9 @@ class ModelConfig(Table):
     num_layers: Annotated[int, Field(gt=0, le=10_000)] = 4
     """Transformer blocks."""
     num_heads: PositiveInt = 6
-    """Attention heads; each has d_model / num_heads dimensions."""
+    """Attention heads."""
+    d_head: PositiveInt | None = None
+    """Channels of a head, as Qwen3's `head_dim`. Default: d_model / num_heads."""
     num_kv_heads: PositiveInt | None = None
     """Fewer than `num_heads`: grouped-query attention (Ainslie et al. 2023). Default: `num_heads`."""
     rope_theta: PositiveFloat = 10_000.0
@@ -121,7 +123,7 @@ class ModelConfig(Table):
     def _fits_together(self) -> ModelConfig:
         if self.preset is not None and self.depth is not None:
             raise ValueError("preset and depth both give the sizes; leave one out")
-        check_heads(self.d_model, self.num_heads)
+        check_heads(self.d_model if self.d_head is None else self.width_of_heads, self.num_heads)
         if self.num_heads % self.kv_heads:
             raise ValueError(f"num_heads {self.num_heads} is not divisible by num_kv_heads {self.kv_heads}")
         low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
@@ -163,7 +165,12 @@ class ModelConfig(Table):
 
     @property
     def head_dim(self) -> int:
-        return self.d_model // self.num_heads
+        return self.d_head or self.d_model // self.num_heads
+
+    @property
+    def width_of_heads(self) -> int:
+        """Channels of all queries, and of attention's output."""
+        return self.num_heads * self.head_dim
 
 
 def kernels_with_first() -> str:

@@ -31,6 +31,7 @@ SCALED = {"qkv_bias": True, "rope_scaling": "llama3", "rope_factor": 8.0, "rope_
     "fields",
     [
         *({"num_kv_heads": heads, "attention": name} for heads, name in ((4, "sdpa"), (1, "reference"))),
+        {"d_head": 20},
         *(*({key: value} for key, value in SWITCHES.items()), SWITCHES, SCALED),
     ],
     ids=str,

@@ -22,7 +22,7 @@ SIZES = {"vocab_size": 97, "d_model": 48, "d_ff": 80, "num_layers": 3, "num_head
 
 @pytest.mark.parametrize(
     "fields",
-    [{"num_kv_heads": 2}, {"tie_embeddings": True, "qkv_bias": True}, {"qk_norm": True, "num_kv_heads": 2}],
+    [{"num_kv_heads": 2, "d_head": 12}, {"tie_embeddings": True, "qkv_bias": True}, {"qk_norm": True, "num_kv_heads": 2}],
     ids=str,
 )
 def test_counts_are_those_of_the_model(fields: dict[str, Any]) -> None:
@@ -49,16 +49,17 @@ def test_a_window_saves_flops() -> None:
     assert 64 * saved == pytest.approx(12 * 48 * (seen[1] - seen[0]), rel=0.03)
 
 
-def test_flops_of_the_matrix_products_are_counted() -> None:
+@pytest.mark.parametrize("width", [48, 72])
+def test_flops_of_the_matrix_products_are_counted(width: int) -> None:
     """PyTorch's own counter over a real forward pass; gains of norms are not matrix products."""
-    config = ModelConfig(**SIZES, context_length=32, attention="vectorized")
+    config = ModelConfig(**SIZES, context_length=32, attention="vectorized", d_head=width // 6)
     model = TransformerLM(config)
     with FlopCounterMode(display=False) as counter:
         model(torch.randint(97, (2, 32)))
     gains = (2 * config.num_layers + 1) * config.d_model
     assert counter.get_total_flops() == 2 * 32 * (forward_flops_per_token(config, 32) - 2 * gains)
-    assert flops_per_token(config, 32) == 6 * count_parameters(config).multiplying + 12 * 3 * 48 * 32
-    assert flops_per_token(config, 32, causal=True) == flops_per_token(config, 32) - 6 * 3 * 48 * 32
+    assert flops_per_token(config, 32) == 6 * count_parameters(config).multiplying + 12 * 3 * width * 32
+    assert flops_per_token(config, 32, causal=True) == flops_per_token(config, 32) - 6 * 3 * width * 32
 
 
 def test_work_of_a_step_by_class() -> None:

@@ -55,6 +55,7 @@ SHAPES: list[dict[str, Any]] = [
     {"tie_embeddings": True},
     {"num_layers": 1, "context_length": 64, "d_ff": 96, "num_heads": 2},
     {"qk_norm": True, "num_kv_heads": 2},
+    {"d_head": 20, "num_kv_heads": 2},
 ]
 
 

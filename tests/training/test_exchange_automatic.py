@@ -56,7 +56,12 @@ EXPORTS: dict[str, tuple[str, dict[str, Any], Tokenizer, str]] = {
         *("Llama", {**GROUPED, **LLAMA3}, tokenizer("llama3", begins=True, whole_words=True)),
         "LlamaForCausalLM",
     ),
-    "mistral": ("Mistral", {"sliding_window": None}, tokenizer(begins=True), "LlamaForCausalLM"),
+    "mistral, narrow heads": (
+        "Mistral",
+        {"sliding_window": None, "head_dim": 6},
+        tokenizer(begins=True),
+        "LlamaForCausalLM",
+    ),
     "qwen2's biases, words of gpt2": ("Qwen2", {}, tokenizer(), LLAMA_BIAS),
     "qwen2's biases tied, words of llama 3": ("Qwen2", {**TIED, **LLAMA3}, tokenizer("llama3"), LLAMA_BIAS),
     "qwen2's biases, its words without NFC": ("Qwen2", GROUPED, tokenizer("qwen2"), LLAMA_BIAS),
@@ -65,7 +70,12 @@ EXPORTS: dict[str, tuple[str, dict[str, Any], Tokenizer, str]] = {
     "llama's biases": ("Llama", {"attention_bias": True}, tokenizer("digits"), LLAMA_BIAS),
     "qwen2": ("Qwen2", {**GROUPED, **TIED, **LINEAR}, tokenizer("qwen2", nfc=True), QWEN2_BIAS),
     "qwen2 and a prefix": ("Qwen2", {}, tokenizer("qwen2", nfc=True, begins=True), QWEN2_BIAS),
-    "qwen3, words of gpt2": ("Qwen3", {**QWEN3, **TIED}, tokenizer(), "Qwen3ForCausalLM"),
+    "qwen3, wide heads, words of gpt2": (
+        "Qwen3",
+        {"head_dim": 20, **GROUPED, **TIED},
+        tokenizer(),
+        "Qwen3ForCausalLM",
+    ),
     "qwen3": ("Qwen3", {**QWEN3, **GROUPED, **LLAMA3}, tokenizer("qwen2", nfc=True), "Qwen3ForCausalLM"),
 }
 

@@ -30,7 +30,6 @@ from lmkit.training.weights import INDEX, open_weights
         ({"model_type": "qwen3", "architectures": None, "head_dim": 8, "attention_bias": True}, "attention_bias"),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"is_causal": False}, "is_causal"),
-        ({"head_dim": 16}, "head_dim"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
@@ -45,7 +44,6 @@ from lmkit.training.weights import INDEX, open_weights
             "rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 2.0}},
          "original_max_position_embeddings"),
         ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types"),
-        ({"model_type": "qwen3", "architectures": None, "head_dim": None}, "head_dim"),
     ],
 )  # fmt: skip
 def test_what_lmkit_cannot_express_is_refused_by_name(tmp_path, changes, named):
