@@ -40,7 +40,6 @@ from lmkit.recipe.tables import (
 )
 from lmkit.recipe.values import AttentionName, RegisteredName
 from lmkit.registry import ATTENTION, BENCHES, STRATEGIES
-from lmkit.storage.inputs import read_input
 
 if TYPE_CHECKING:
     import numpy as np
@@ -108,7 +107,7 @@ class Options(Table):
     bucket_mb: PositiveFloat = 50.0
     """Bucket size in MiB (`bucketed`, `torch_ddp`, `zero1`)."""
     tokens: Annotated[Path | None, FlagNames(("--train-path",))] = None
-    """A token file (.npy), or a text file whose bytes are the tokens; by default generated stories."""
+    """A token file (.npy), or a text file (perhaps .gz) whose bytes are the tokens; by default generated stories."""
     lr: PositiveFloat = 3e-4
     """Learning rate of all steps but the first three, which are checked and take 1e-5."""
 
@@ -301,6 +300,7 @@ def tokens_of(options: Options, seed: int) -> np.ndarray:
     """Return the tokens: the token file, memory-mapped, or the bytes of a text or of generated stories."""
     import numpy as np
 
+    from lmkit.data.corpora import opened
     from lmkit.data.synth import generate_stories
     from lmkit.data.token_files import open_tokens
 
@@ -309,7 +309,8 @@ def tokens_of(options: Options, seed: int) -> np.ndarray:
         return np.frombuffer(text, dtype=np.uint8).astype(np.uint16)
     if options.tokens.suffix == ".npy":
         return open_tokens(options.tokens).tokens
-    return np.frombuffer(read_input(options.tokens), dtype=np.uint8)
+    with opened(options.tokens) as (_, text):
+        return np.frombuffer(text.read(), dtype=np.uint8)
 
 
 def check_batches(options: Options, shortest: int, ranks: Ranks) -> None:

@@ -1,5 +1,6 @@
 """The lm-matrix: real trainings that must agree, cells that do not fit, and the sentences that rows support."""
 
+import gzip
 import json
 
 import matrix_ranks
@@ -10,6 +11,7 @@ from raising import raises
 from lmkit.bench import harness
 from lmkit.bench import lm_matrix as bench
 from lmkit.bench.harness import run_bench as run_on_ranks
+from lmkit.bench.lm_matrix import Options, tokens_of
 from lmkit.bench.summary import summary_of
 from lmkit.data.token_files import TokenFileWriter
 from lmkit.errors import UsageError
@@ -127,6 +129,12 @@ def test_it_trains_on_a_token_file(run_bench, tmp_path):
     assert result.rows[0]["final_loss"] < 3  # always the same token: soon known
     with raises(UsageError, "bench.small_vocabulary", "bench.lm_matrix.vocab_size", path, hint="300"):
         measure(output=tmp_path, kernels=["sdpa"], tokens=str(path), **SMALL)
+
+
+def test_the_bytes_of_a_compressed_text_are_those_of_the_text(tmp_path):
+    path = tmp_path / "a.txt.gz"
+    path.write_bytes(gzip.compress(b"abcd" * 50))
+    assert tokens_of(Options(tokens=path), seed=0).tobytes() == b"abcd" * 50
 
 
 @pytest.mark.full

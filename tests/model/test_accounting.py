@@ -22,7 +22,11 @@ SIZES = {"vocab_size": 97, "d_model": 48, "d_ff": 80, "num_layers": 3, "num_head
 
 @pytest.mark.parametrize(
     "fields",
-    [{"num_kv_heads": 2, "d_head": 12}, {"tie_embeddings": True, "qkv_bias": True}, {"qk_norm": True, "num_kv_heads": 2}],
+    [
+        {"num_kv_heads": 2, "d_head": 12},
+        {"tie_embeddings": True, "qkv_bias": True},
+        {"qk_norm": True, "num_kv_heads": 2},
+    ],
     ids=str,
 )
 def test_counts_are_those_of_the_model(fields: dict[str, Any]) -> None:
