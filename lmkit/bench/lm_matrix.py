@@ -309,8 +309,8 @@ def tokens_of(options: Options, seed: int) -> np.ndarray:
         return np.frombuffer(text, dtype=np.uint8).astype(np.uint16)
     if options.tokens.suffix == ".npy":
         return open_tokens(options.tokens).tokens
-    with opened(options.tokens) as (_, text):
-        return np.frombuffer(text.read(), dtype=np.uint8)
+    with opened(options.tokens) as (_, stream):
+        return np.frombuffer(stream.read(), dtype=np.uint8)
 
 
 def check_batches(options: Options, shortest: int, ranks: Ranks) -> None:

@@ -7,8 +7,8 @@
 Norms are RMSNorm, positions rotate queries and keys (RoPE), attention is causal, the feed-forward network is SwiGLU.
 
 Modules read the configuration by the names of a recipe's table `[model]`: vocab_size, context_length, d_model, d_ff,
-num_layers, num_heads, kv_heads, head_dim, norm_eps, tie_embeddings, zero_init, rope_theta and rope_scaling..., and the
-switches qkv_bias, qk_norm, attention_window (`window(layer)`) and separate_documents.
+num_layers, num_heads, kv_heads, head_dim, norm_eps, tie_embeddings, zero_init, rope_theta and rope_scaling..., and
+the switches qkv_bias, qk_norm, attention_window (`window(layer)`) and separate_documents.
 """
 
 from __future__ import annotations

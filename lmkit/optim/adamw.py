@@ -57,9 +57,10 @@ class AdamW(core.AdamW):
     # PyTorch's wrappers of these methods import torch._dynamo, which is slow and needed only for torch.compile.
     add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
     state_dict = inspect.unwrap(torch.optim.Optimizer.state_dict)
+    __signature__ = inspect.signature(core.AdamW)
 
-    def __init__(self, params: Iterable[Any], *settings: Any, **named: Any) -> None:
-        super().__init__(params, *settings, **named)
+    def __init__(self, *given: Any, **settings: Any) -> None:
+        super().__init__(*given, **settings)
         self._forget_tensors()
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -65,6 +66,7 @@ class Muon(AdamW, core.Muon):
     """
 
     shards: Sequence[MatrixShard] = ()
+    __signature__ = inspect.signature(core.Muon)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

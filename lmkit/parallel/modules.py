@@ -254,7 +254,8 @@ class FSDP(nn.Module):
     the module, of a layer, or of a method through the wrapper (`model.loss(...)`). A backward pass adds the mean
     gradients of all ranks to theirs. The optimizer must update every element by itself. Every rank must call the same
     layers (see `Fsdp`) in the same order. A weight that is read without its layer's call stays gathered from then on.
-    `state_dict`, also a submodule's, returns whole weights on the CPU; `load_state_dict` takes whole weights.
+    `state_dict`, also a submodule's, returns whole weights on the CPU; `load_state_dict` takes whole weights. Names
+    begin with "module.", as those of `DataParallel`.
 
     A gradient that is not finite on one rank is so on all: `torch.amp.GradScaler` skips the same steps everywhere.
 

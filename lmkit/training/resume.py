@@ -687,7 +687,7 @@ def save_checkpoint(
 
     Args:
         model: any module. Compiled, DDP-wrapped and `FSDP` modules are saved as the plain module; of `FSDP`, every
-            rank must call it.
+            rank must call it, and rank 0 writes the path.
         optimizer: any `torch.optim.Optimizer` whose state consists of tensors and numbers; None: save none.
         out: a path (written atomically) or a binary file object.
 
@@ -709,10 +709,10 @@ def save_checkpoint(
     # The format allows neither entries that share memory nor strides.
     tensors = {name: value.clone(memory_format=torch.contiguous_format) for name, value in tensors.items()}
     content = safetensors.torch.save(tensors, metadata)
-    if isinstance(out, str | os.PathLike):
-        write_atomic(out, content)
-    else:
+    if not isinstance(out, str | os.PathLike):
         out.write(content)
+    elif Ranks.current().is_first or not has_slices(model.parameters()):
+        write_atomic(out, content)
 
 
 def load_checkpoint(

@@ -129,7 +129,7 @@ def test_a_copy_and_a_loaded_state_go_on_as_the_optimizer_does(make):
 def test_a_learning_rate_on_the_device_moves_weights_by_the_same_bits():
     """A CUDA graph reads it there, as float64."""
     weight = torch.randn(3, 50, 20, generator=torch.Generator().manual_seed(0))
-    optimizer = Muon([{"params": [weight], "is_matrix": True}], lr=1e-3, weight_decay=0.13)
+    optimizer = Muon([{"params": [weight[0]], "is_matrix": True}], lr=1e-3, weight_decay=0.13)
     optimizer.decision = torch.ones(())
     group = optimizer.param_groups[0]
     for number in range(1, 50):

@@ -6,6 +6,8 @@ import copy
 import io
 import itertools
 import pickle
+import shutil
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -340,6 +342,16 @@ def checkpoints_have_whole_weights(ranks: Ranks) -> None:
             assert load_checkpoint(io.BytesIO(file.getvalue()), into) == step
         assert_equal(model, oracle)
     assert_equal(pair()[0], oracle)
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    save_checkpoint(model, None, 3, f"{folder[0]}/c")  # every rank names the path, and one writes it
+    dist.barrier()
+    fresh = Net()
+    assert load_checkpoint(f"{folder[0]}/c", fresh) == 3
+    assert_equal(model, fresh)
+    dist.barrier()
+    if ranks.is_first:
+        shutil.rmtree(folder[0])
 
 
 @check

@@ -155,3 +155,6 @@ def test_muon_is_pytorchs(ours, shape):
 def test_muon_needs_to_know_its_matrices(ours):
     with pytest.raises(ValueError, match="is_matrix"):
         ours(model_of().parameters())
+    for parameter in (nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(2, 2, 2))):
+        with pytest.raises(ValueError, match="no matrix"):
+            ours([{"params": [parameter], "is_matrix": True}])
