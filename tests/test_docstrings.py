@@ -14,10 +14,8 @@ EXAMPLES = [
     *("core.step", "core.loss", "model.transformer", "core.adamw", "core.schedule", "tokenizer"),
     *(f"tokenizer.{path.stem}" for path in ROOT.glob("tokenizer/[a-z]*.py")),
 ]
-WITHOUT = (
-    "tokenizer.merge_learner",
-    "tokenizer.vocabulary",
-)  # core.bpe has one; that reads recipes and files
+# core.bpe has one of learning; a vocabulary is read from recipes and files.
+WITHOUT = ("tokenizer.merge_learner", "tokenizer.vocabulary")
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

@@ -169,6 +169,16 @@ def test_what_a_joined_kernel_returns_is_checked(plugin):
         joined_function("my_kernel")(qkv, **sizes, first=7)
 
 
+SIZES = {"vocab_size": 8, "context_length": 16, "d_model": 16, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+
+
+def check_training(found, **model):
+    """Look at what a model computes before it trains, and expect this fault, or none."""
+    recipe = Recipe(model=ModelConfig(**SIZES | model), train=TrainConfig(precision="fp32"))
+    with raises(LmkitError, "plugin.returned", found) if found else nullcontext():
+        check_device(recipe, torch.device("cpu"))
+
+
 def right(q, k, v, *, causal, scale=None, first=None):
     return reference(q, k, v, causal=causal, scale=scale, first=first)
 
@@ -204,15 +214,7 @@ def joined_without_groups(qkv, *, kv_heads, head_dim):
 )
 def test_values_of_a_kernel_are_checked_before_it_trains(plugin, kernel, facts, found):
     ATTENTION.register("my_kernel", **facts)(kernel)
-    recipe = Recipe(
-        model=ModelConfig(
-            vocab_size=8, context_length=32, d_model=32, d_ff=4, num_layers=1, num_heads=4, num_kv_heads=2,
-            attention="my_kernel",
-        ),
-        train=TrainConfig(precision="fp32"),
-    )  # fmt: skip
-    with raises(LmkitError, "plugin.returned", found) if found else nullcontext():
-        check_device(recipe, torch.device("cpu"))
+    check_training(found, attention="my_kernel", context_length=32, d_model=32, num_heads=4, num_kv_heads=2)
 
 
 class Copies(Operations):
@@ -238,20 +240,8 @@ class NormWithoutGradientOfGains(Operations):
 )
 def test_values_of_operations_are_checked_before_they_train(operations, found):
     OPERATIONS.register("my_operations")(operations)
-    sizes = {
-        "vocab_size": 8,
-        "context_length": 16,
-        "d_model": 16,
-        "d_ff": 16,
-        "num_layers": 1,
-        "num_heads": 2,
-    }
-    recipe = Recipe(
-        model=ModelConfig(**sizes, operations="my_operations"), train=TrainConfig(precision="fp32")
-    )
     state = torch.get_rng_state()
-    with raises(LmkitError, "plugin.returned", found) if found else nullcontext():
-        check_device(recipe, torch.device("cpu"))
+    check_training(found, operations="my_operations")
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -278,9 +268,8 @@ def test_a_strategy_that_returns_no_indices_is_named(plugin):
         with raises(LmkitError, "plugin.returned", __file__, "_reduce"):
             made.finish()
     Mine.attach = lambda self, model, **_: None
-    model = ModelConfig(vocab_size=8, context_length=4, d_model=4, d_ff=4, num_layers=1, num_heads=1)
     with raises(LmkitError, "plugin.returned", __file__, "NoneType without loss"):
-        build_step(model, Ranks(), parallel=ParallelConfig(strategy="my_strategy"))
+        build_step(ModelConfig(**SIZES), Ranks(), parallel=ParallelConfig(strategy="my_strategy"))
 
 
 def test_under_autocast_a_kernel_may_return_the_dtype_of_its_products(plugin):

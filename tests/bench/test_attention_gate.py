@@ -3,18 +3,10 @@
 import itertools
 from functools import cache
 
+import planted_kernels as planted
 import pytest
 import torch
-from planted_kernels import (
-    WRONG,
-    bfloat16_operands,
-    cut_operands,
-    last_tile_skipped,
-    mask_too_narrow,
-    mask_too_wide,
-    nearest_operands,
-    scaled,
-)
+from marking import full_except
 
 from lmkit.attention.vectorized import vectorized
 from lmkit.bench import attention_gate
@@ -33,9 +25,9 @@ def inputs_of(queries, keys, *, backward=False, seed=0, **options):
     return attention_gate.make_inputs(options, *sizes, device=CPU, seed=seed, backward=backward)
 
 
-@pytest.mark.parametrize("backward", [pytest.param(False, marks=pytest.mark.full), True])
-@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
-@pytest.mark.parametrize("function", WRONG)
+@pytest.mark.parametrize("backward", full_except(True, False))
+@pytest.mark.parametrize("dtype", full_except("fp32", "bf16"))
+@pytest.mark.parametrize("function", planted.WRONG)
 def test_a_sample_of_the_rows_of_a_long_case_shows_the_same_faults(function, dtype, backward):
     """1100 tokens: past `FULL_CHECK_LENGTH`. The late rows, which see many keys, are where a fault is smallest."""
     gate = long_gate(dtype, backward=backward)
@@ -84,7 +76,7 @@ def test_sampled_rows_leave_no_large_gap_and_another_seed_chooses_others(length)
 def test_rows_are_measured_by_their_own_size():
     """Of 3000 keys the last 16 are missing: 7% of the last rows, which are a hundredth of the first ones' size."""
     gate = Gate(inputs_of(3000, 3000, dtype="bf16"))
-    (fault,) = judge(gate, last_tile_skipped)
+    (fault,) = judge(gate, planted.last_tile_skipped)
     assert fault.startswith("out: worst_row")
 
 
@@ -98,15 +90,15 @@ def judge(gate: Gate, function, arithmetic=EXACT):
     return spots + gate.faults_against_pytorch(gate.inputs.run(function), arithmetic)
 
 
-@pytest.mark.parametrize("length", [300, pytest.param(1100, marks=pytest.mark.full)])
+@pytest.mark.parametrize("length", full_except(300, 1100))
 def test_tf32_is_judged_by_ten_bits_of_mantissa(length):
     gate = Gate(inputs_of(length, length))
-    for honest in (cut_operands, nearest_operands):
+    for honest in (planted.cut_operands, planted.nearest_operands):
         assert judge(gate, honest, TF32) == []
         assert judge(gate, honest, EXACT), "passes for fp32"
-    assert judge(gate, bfloat16_operands, TF32), "seven bits pass for ten"
-    assert judge(gate, scaled, TF32)
-    assert judge(gate, mask_too_wide, TF32)
+    assert judge(gate, planted.bfloat16_operands, TF32), "seven bits pass for ten"
+    assert judge(gate, planted.scaled, TF32)
+    assert judge(gate, planted.mask_too_wide, TF32)
 
 
 def test_labels_and_budgets_of_precisions():
@@ -120,7 +112,7 @@ def test_labels_and_budgets_of_precisions():
 
 
 @pytest.mark.parametrize("name", ["vectorized", "reference"])
-@pytest.mark.parametrize("length", [300, pytest.param(2048, marks=pytest.mark.full)])
+@pytest.mark.parametrize("length", full_except(300, 2048))
 def test_kernels_that_keep_bfloat16_scores_pass_and_no_others_get_their_budget(name, length):
     """Scores of 30 and more are off by 0.1 in bfloat16: far more than PyTorch's kernel is."""
     shape = {"dtype": "bf16", "data": "logits x 8", "head_dim": 64, "heads": 2}
@@ -167,7 +159,7 @@ def test_exact_at_equals_autograd_in_float64(causal, chosen, monkeypatch):
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)  # both are float64
 
 
-@pytest.mark.parametrize("length", [40, pytest.param(2048, marks=pytest.mark.full)])
+@pytest.mark.parametrize("length", full_except(40, 2048))
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_the_gate_lets_every_honest_kernel_pass(dtype, length):
     shape = {"dtype": dtype, "projection_layout": True, "heads": 2, "head_dim": 64}
@@ -199,5 +191,5 @@ def test_rows_whose_terms_cancel_are_measured_by_their_terms(dtype, data, shape,
         for name in ("reference", "flash_torch", "sdpa"):
             arithmetic = arithmetic_of(dtype, keeps_scores=ATTENTION.facts(name).keeps_scores)
             assert judge(gate, build_variant(name, dtype), arithmetic) == [], (name, causal)
-        assert judge(gate, scaled)
-        assert shape[0] == 1 or not causal or judge(gate, mask_too_narrow)
+        assert judge(gate, planted.scaled)
+        assert shape[0] == 1 or not causal or judge(gate, planted.mask_too_narrow)

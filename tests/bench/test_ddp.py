@@ -10,17 +10,8 @@ import pytest
 import torch
 from raising import raises
 
-from lmkit.bench import all_reduce, ddp, optimizer, training_gate, trainings
+from lmkit.bench import all_reduce, ddp, ddp_variants, optimizer, training_gate, trainings
 from lmkit.bench.ddp import numbers
-from lmkit.bench.ddp_variants import (
-    SOLO,
-    baseline_of,
-    case_of,
-    expected_link_bytes,
-    make_training,
-    parallel_of,
-    variant_of,
-)
 from lmkit.bench.harness import result_files
 from lmkit.bench.summary import summary_of
 from lmkit.errors import UsageError
@@ -94,12 +85,12 @@ def test_bytes_agree_with_the_formula(ladder):
 )
 def test_the_formula_knows_what_travels_in_which_width(name, per_byte):
     """Four ranks: three quarters of all bytes go one way."""
-    assert expected_link_bytes(name, 1000, 4, PARALLEL) == pytest.approx(per_byte * 1000)
+    assert ddp_variants.expected_link_bytes(name, 1000, 4, PARALLEL) == pytest.approx(per_byte * 1000)
 
 
 def test_baselines_are_those_of_the_same_weights(ladder):
-    assert baseline_of("zero1 bf16 100 MB") == "one rank bf16"
-    assert baseline_of("bucketed bf16 wire") == "one rank"
+    assert ddp_variants.baseline_of("zero1 bf16 100 MB") == "one rank bf16"
+    assert ddp_variants.baseline_of("bucketed bf16 wire") == "one rank"
     assert 0 < ladder["zero1 bf16"]["scaling_low"] <= ladder["zero1 bf16"]["scaling"]
     assert "exposed_ms" in ladder["bucketed"]
     assert "exposed_ms" not in ladder["one rank"]
@@ -117,7 +108,7 @@ def test_baselines_are_those_of_the_same_weights(ladder):
 def test_options_and_not_the_name_of_a_strategy_decide_what_it_may_round(monkeypatch, name, budget):
     monkeypatch.setattr(training_gate, "judge", lambda mine, theirs, budget, **_: ({"budget": budget}, []))
     monkeypatch.setattr(training_gate, "after_timing", lambda training, budget: {"budget": budget})
-    variant = variant_of(name, {}, CASE, Ranks(), "", lambda *_: {})
+    variant = ddp_variants.variant_of(name, {}, CASE, Ranks(), "", lambda *_: {})
     assert variant.judge(None) == variant.check(None) == {"budget": budget}
 
 
@@ -272,26 +263,26 @@ def test_the_optimizer_bench_has_no_variants_of_one_rank():
     ],
 )
 def test_a_variant_has_the_options_that_its_name_says(name, options):
-    found = parallel_of(name, ParallelConfig(bucket_mb=7.0, reduce_dtype="bf16"))
+    found = ddp_variants.parallel_of(name, ParallelConfig(bucket_mb=7.0, reduce_dtype="bf16"))
     assert found == ParallelConfig(**{"strategy": name.partition(" ")[0], "bucket_mb": 7.0, **options})
 
 
 def test_the_model_comes_from_the_recipe_and_its_vocabulary_from_the_tokenizer():
     """A training recipe without [bench.ddp] is enough."""
     recipe = load_recipe("quickstart")
-    case = case_of(recipe, recipe.bench_table("ddp"), "ddp")
+    case = ddp_variants.case_of(recipe, recipe.bench_table("ddp"), "ddp")
     assert recipe.model is not None
     assert recipe.tokenizer is not None
     assert case.model.vocab_size == recipe.tokenizer.vocab_size
     assert case.model.d_model == recipe.model.d_model
     bare = recipe.model_copy(update={"tokenizer": None})
     with raises(UsageError, "recipe.no_vocabulary"):
-        case_of(bare, bare.bench_table("ddp"), "ddp")
+        ddp_variants.case_of(bare, bare.bench_table("ddp"), "ddp")
 
 
-@pytest.mark.parametrize("name", SOLO)
+@pytest.mark.parametrize("name", ddp_variants.SOLO)
 def test_one_rank_trains_on_the_rows_of_one_rank(name):
-    inputs, _ = make_training(name, CASE, Ranks(world_size=3)).next_batch()
+    inputs, _ = ddp_variants.make_training(name, CASE, Ranks(world_size=3)).next_batch()
     assert inputs.shape == (1, 2, TINY.context_length)
 
 
@@ -335,7 +326,7 @@ def test_memory_is_compared_with_one_rank_of_the_same_weights():
 def test_gpus_that_rested_work_before_the_first_sample(monkeypatch, device, settled):
     """They rest while the last variant is built. Whatever comes before a sample, ranks begin it together."""
     events: list[str] = []
-    names = ("flat", *SOLO, "none", "bucketed")
+    names = ("flat", *ddp_variants.SOLO, "none", "bucketed")
     ranks = Ranks(device=torch.device(device), world_size=2)
     context: Any = SimpleNamespace(ranks=ranks, recipe=Recipe(), device=device)
     monkeypatch.setattr(collectives, "agree", lambda ranks, *, stop=False: events.append("together") or stop)

@@ -1,14 +1,12 @@
 """Errors of variants become rows; those that end every variant do not."""
 
 import signal
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed import DistBackendError
 
-from lmkit.bench.context import storable
 from lmkit.bench.failures import RankGaveUp, failure_is_a_row
 from lmkit.errors import LmkitError, UsageError
 from lmkit.parallel.ranks import RankLost
@@ -55,13 +53,3 @@ def test_an_error_is_a_row(error, status, detail):
 def test_what_ends_every_variant_is_raised(error):
     with pytest.raises(type(error)), failure_is_a_row({}, "cpu"):
         raise error
-
-
-def test_rows_of_a_bench_are_made_of_what_a_file_holds():
-    assert storable({1: 2, "path": Path("a"), "number": torch.tensor(3.0)}) == {
-        "1": 2,
-        "path": "a",
-        "number": 3.0,
-    }
-    for wrong in ("\ud800", object()):
-        assert storable({"n": wrong})["status"] == "failed"

@@ -70,15 +70,21 @@ def _printed(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-def test_a_bench_that_raises_says_where_its_rows_are(planted, tmp_path, caplog):
+@pytest.mark.parametrize(("error", "said"), [(RuntimeError, "late"), (KeyboardInterrupt, harness.JOURNAL)])
+def test_a_bench_that_raises_or_is_interrupted_says_where_its_rows_are(
+    planted, tmp_path, caplog, error, said
+):
+    (tmp_path / harness.JOURNAL).write_text('{"of": "a run that was killed before"}')
+
     def fails(context: Context) -> None:
         context.keep([{"planted": 0}])
-        raise RuntimeError("late")
+        raise error("late")
 
     WORK.append(fails)
-    with pytest.raises(RuntimeError, match="late"):
+    with pytest.raises(error, match=said):
         planted()
-    assert [str(tmp_path / harness.JOURNAL) in line for line in caplog.messages] == [True]
+    expected = [True] if error is RuntimeError else []
+    assert [str(tmp_path / harness.JOURNAL) in line for line in caplog.messages] == expected
     assert Journal(tmp_path / harness.JOURNAL).rows() == [{"planted": 0}]
 
 
@@ -86,30 +92,20 @@ def test_values_that_json_lacks_are_converted_or_fail_their_row_alone(planted, t
     rows = [
         {"planted": torch.tensor(1.5), "p": Path("a"), "n": torch.tensor(math.inf)},
         {"planted": 2, "odd": object(), "status": "ok"},
-        {"planted": 3, "ms": 1.0},
+        {"planted": 3, "ms": 1.0, 1: 2},
+        {"planted": 4, "odd": "\ud800", "status": "ok"},
     ]
     WORK.append(lambda context: context.keep(rows))
     monkeypatch.setattr(BENCHES, "load", lambda name, load=BENCHES.load: only_rows(rows, load(name)))
     stored = planted()
     assert not stored.is_fine
-    first, second, third = stored.rows
-    assert (first["status"], first["p"], third) == ("wrong result", "a", rows[2])  # infinite
-    assert (second["planted"], second["status"], second["detail"][:4]) == (2, "failed", "odd:")
+    first, second, third, fourth = stored.rows
+    assert (first["status"], first["p"]) == ("wrong result", "a")  # infinite
+    assert third == {"planted": 3, "ms": 1.0, "1": 2}
+    for number, row in ((2, second), (4, fourth)):
+        assert (row["planted"], row["status"], row["detail"][:4]) == (number, "failed", "odd:")
     lines = (tmp_path / "planted_results.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == stored.rows
-
-
-def test_an_interrupted_bench_says_where_its_rows_are(planted, tmp_path):
-    (tmp_path / harness.JOURNAL).write_text('{"of": "a run that was killed before"}')
-
-    def interrupted(context: Context) -> None:
-        context.keep([{"planted": 0}])
-        raise KeyboardInterrupt
-
-    WORK.append(interrupted)
-    with pytest.raises(KeyboardInterrupt, match=harness.JOURNAL):
-        planted()
-    assert Journal(tmp_path / harness.JOURNAL).rows() == [{"planted": 0}]
 
 
 def test_of_several_ranks_under_torchrun_the_first_holds_the_folder(planted, tmp_path, monkeypatch):

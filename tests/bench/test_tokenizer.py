@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from marking import full_except
 from raising import raises
 
 from lmkit.bench import tokenizer as bench
@@ -39,14 +40,7 @@ def test_rows_of_training_and_encoding(run_bench, text):
     assert set(result.files) == {"results.jsonl", "results.csv", "report.md", "mb_per_s.png"}
 
 
-@pytest.mark.parametrize(
-    ("end", "workers"),
-    [
-        pytest.param("\n", 2, marks=pytest.mark.full),
-        ("<|endoftext|>\n\n", 1),
-        pytest.param("", 1, marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.parametrize(("end", "workers"), full_except(("<|endoftext|>\n\n", 1), ("\n", 2), ("", 1)))
 def test_encoders_agree_on_texts_with_and_without_an_end_of_text(context, tmp_path, end, workers):
     """`lmkit data encode` closes the last document; so do the rivals."""
     path = tmp_path / "text.txt"

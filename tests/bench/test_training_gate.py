@@ -7,20 +7,8 @@ import pytest
 import torch
 from raising import raises
 
-from lmkit.bench import training_gate
+from lmkit.bench import training_gate as gate
 from lmkit.bench.step import FewBatches
-from lmkit.bench.training_gate import (
-    EXACT,
-    ROUNDED,
-    STEPS,
-    after_timing,
-    budget_of,
-    fault,
-    follow,
-    judge,
-    of_pytorch,
-    reference,
-)
 from lmkit.core.batches import RandomTokens
 from lmkit.errors import UsageError
 from lmkit.parallel.ranks import Ranks
@@ -38,11 +26,11 @@ def recipe_of(*, precision="fp32", optimizer="adamw", **model) -> Recipe:
 
 
 def fault_of(recipe: Recipe) -> str:
-    found = follow(TrainingStep(recipe, Ranks()))
-    theirs = reference(of_pytorch(recipe), Ranks())
+    found = gate.follow(TrainingStep(recipe, Ranks()))
+    theirs = gate.reference(gate.of_pytorch(recipe), Ranks())
     assert isinstance(theirs, list)
     assert recipe.train is not None
-    return fault(found, theirs, budget_of(recipe.train.precision))
+    return gate.fault(found, theirs, gate.budget_of(recipe.train.precision))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-autocast"])
@@ -74,36 +62,36 @@ def test_wrong_kernels_are_found(kernel):
 
 
 def test_the_first_fault_is_named_with_its_budget():
-    theirs = reference(recipe_of(), Ranks())
+    theirs = gate.reference(recipe_of(), Ranks())
     assert isinstance(theirs, list)
-    assert fault(theirs, theirs, EXACT) == ""
+    assert gate.fault(theirs, theirs, gate.EXACT) == ""
     name = "layers.1.ln2.weight"
     gradients = theirs[1].gradients
     broken = replace(theirs[1], gradients=gradients | {name: gradients[name] * 1.01})
-    found = fault([theirs[0], broken, theirs[2]], theirs, EXACT)
+    found = gate.fault([theirs[0], broken, theirs[2]], theirs, gate.EXACT)
     assert found.startswith(f"step 2: the gradient of {name}: ")
     assert "0.01," in found
-    assert fault([theirs[0], broken, theirs[2]], theirs, ROUNDED) == ""
+    assert gate.fault([theirs[0], broken, theirs[2]], theirs, gate.ROUNDED) == ""
     for other in (replace(theirs[0], norm=math.nan), replace(theirs[0], loss=math.inf)):
-        assert fault([other, *theirs[1:]], theirs, ROUNDED).startswith("step 1: the ")
+        assert gate.fault([other, *theirs[1:]], theirs, gate.ROUNDED).startswith("step 1: the ")
 
 
 def test_weights_that_do_not_move_are_found_without_gradients():
     """Where ranks share gradients out, what the optimizer made of them is all there is to see."""
-    theirs = reference(recipe_of(), Ranks())
+    theirs = gate.reference(recipe_of(), Ranks())
     assert isinstance(theirs, list)
     name = "layers.0.ffn.w2.weight"
     stuck = [replace(seen, gradients={}, weights=seen.weights | {name: seen.start[name]}) for seen in theirs]
-    assert f"the change of {name}: " in fault(stuck, theirs, ROUNDED)
-    assert fault([replace(seen, gradients={}) for seen in theirs], theirs, EXACT) == ""
+    assert f"the change of {name}: " in gate.fault(stuck, theirs, gate.ROUNDED)
+    assert gate.fault([replace(seen, gradients={}) for seen in theirs], theirs, gate.EXACT) == ""
 
 
 def test_what_is_judged_has_made_its_first_steps():
     training = TrainingStep(recipe_of(), Ranks())
-    row, losses = judge(training, reference(recipe_of(), Ranks()), EXACT)
+    row, losses = gate.judge(training, gate.reference(recipe_of(), Ranks()), gate.EXACT)
     assert row == {"status": "ok"}
-    assert len(losses) == STEPS == training._done
-    unchecked, _ = judge(training, "no room", EXACT)
+    assert len(losses) == gate.STEPS == training._done
+    unchecked, _ = gate.judge(training, "no room", gate.EXACT)
     assert unchecked == {"status": "ok", "unchecked": "no room"}
 
 
@@ -117,11 +105,11 @@ def test_a_training_is_right_after_timing_and_its_weights_have_not_moved(precisi
     for _ in range(20):
         training.run()
     before = {name: weight.clone() for name, weight in training.model.state_dict().items()}
-    assert after_timing(training, budget_of(precision), forward=True) == {}
+    assert gate.after_timing(training, gate.budget_of(precision), forward=True) == {}
     for name, weight in training.model.state_dict().items():
         assert torch.equal(weight, before[name]), name
     training.step.skipped += 1  # a step of the past whose loss was not finite
-    assert after_timing(training, budget_of(precision))["status"] == "wrong result"
+    assert gate.after_timing(training, gate.budget_of(precision))["status"] == "wrong result"
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -132,7 +120,7 @@ def test_a_training_that_knows_its_batches_by_heart_is_right_after_timing(precis
     training = TrainingStep(recipe, Ranks(), batches)
     losses = [training.run().item() for _ in range(200)]
     assert losses[-1] < 0.1  # some tokens of the batch have two successors
-    assert after_timing(training, budget_of(precision), forward=True) == {}
+    assert gate.after_timing(training, gate.budget_of(precision), forward=True) == {}
 
 
 def test_a_kernel_that_refuses_the_device_is_refused_and_not_wrong():
@@ -148,11 +136,11 @@ def test_one_flipped_sign_of_a_few_elements_is_rounding(elements, is_wrong):
     mine[: 1 if elements == 8 else elements // 4] = -1  # relative errors 0.707 and 1
 
     def seen(weights):
-        return training_gate.Seen(
+        return gate.Seen(
             loss=1.0, norm=1.0, gradients={"w": right}, start={"w": start}, weights={"w": weights}
         )
 
-    assert bool(training_gate.fault([seen(mine)], [seen(right)], training_gate.ROUNDED)) == is_wrong
+    assert bool(gate.fault([seen(mine)], [seen(right)], gate.ROUNDED)) == is_wrong
 
 
 @pytest.mark.usefixtures("_planted_kernels")
@@ -162,8 +150,8 @@ def test_what_the_reference_shares_with_a_training_is_said_to_be_unchecked():
         return torch.optim.SGD(groups, lr=0.1)
 
     recipe = recipe_of(optimizer="from_outside", attention="window")
-    theirs = reference(of_pytorch(recipe), Ranks())
-    row, _ = judge(TrainingStep(recipe, Ranks()), theirs, EXACT)
+    theirs = gate.reference(gate.of_pytorch(recipe), Ranks())
+    row, _ = gate.judge(TrainingStep(recipe, Ranks()), theirs, gate.EXACT)
     assert row["status"] == "ok"
     assert "window" in row["unchecked"]
     assert "optimizer updates of from_outside" in row["unchecked"]

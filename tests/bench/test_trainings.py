@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from marking import full_but
 
 from lmkit.bench.trainings import time_what_fits
 from lmkit.parallel.ranks import Ranks
@@ -21,26 +22,17 @@ BENCHES: dict[str, dict[str, Any]] = {
 }
 
 
+LATER = {"step": "nan_later", "lm_matrix": "nan_later", "model": "halves_later"}
+OFTEN = [("step", "backward_halves_later"), ("model", "mask_too_wide")]
+CASES = [
+    (bench, kernel)
+    for bench in BENCHES
+    for kernel in ("mask_too_wide", "backward_halves_later", LATER[bench])
+]
+
+
 @pytest.mark.usefixtures("_planted_kernels")
-@pytest.mark.parametrize(
-    ("bench", "kernel"),
-    [
-        *(("step", "backward_halves_later"), ("model", "mask_too_wide")),
-        *(
-            pytest.param(bench, kernel, marks=pytest.mark.full)
-            for bench, kernel in (
-                *(
-                    ("step", "mask_too_wide"),
-                    ("step", "nan_later"),
-                    ("lm_matrix", "nan_later"),
-                    ("lm_matrix", "mask_too_wide"),
-                ),
-                *(("model", "backward_halves_later"), ("lm_matrix", "backward_halves_later")),
-                ("model", "halves_later"),
-            )
-        ),
-    ],
-)
+@pytest.mark.parametrize(("bench", "kernel"), full_but(OFTEN, CASES))
 def test_a_wrong_kernel_is_wrong_in_every_variant_that_has_it(run_bench, bench, kernel):
     when = "after timing: " if kernel.endswith("later") else "step 1: "
     which: dict[str, Any] = {"kernels": (kernel, "sdpa")} if bench == "lm_matrix" else {"attention": kernel}

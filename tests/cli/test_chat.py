@@ -125,9 +125,7 @@ def test_answers_are_asked_for_as_the_template_says(talk, terminal, heard, monke
     terminal(f"chat {talk} --max-new-tokens 1 --temperature 0")
     tokenizer = Tokenizer.load(talk / "tokenizer.json")
 
-    def ids(text: str) -> list[int]:
-        return tokenizer.encode(text)
-
+    ids = tokenizer.encode
     typed = tokenizer.encode("a<|endoftext|>", allowed_special=())
     between = [*ids("<|endoftext|>assistant:\n")]
     first = [*ids("user:\n"), *typed, *between]

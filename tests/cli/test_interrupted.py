@@ -16,14 +16,9 @@ PATIENCE_S = 240
 @pytest.mark.full
 def test_fault_16_ctrl_c_in_a_bench_is_130_and_one_line_that_says_where_its_rows_are(tmp_path):
     kept = tmp_path / KEPT
-    words = "-m lmkit bench attention bench_attention_cpu --output results"
-    with subprocess.Popen(
-        [sys.executable, *words.split()],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
+    words = ["-m", "lmkit", "bench", "attention", "bench_attention_cpu", "--output", "results"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, *words], cwd=tmp_path, **pipes) as process:
         try:
             deadline = time.monotonic() + PATIENCE_S
             while not kept.exists() or kept.stat().st_size == 0:  # the file is there before its first row is

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from marking import full_except
 from tiny import RANDOM_TOKENS, tiny_recipe
 
 from lmkit.cli.console import Result, show
@@ -48,18 +49,12 @@ def noisy(q, k, v, *, causal, scale=None):
 """
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        pytest.param("train noisy.toml --json --nproc 2", marks=pytest.mark.full),
-        "train noisy.toml --json --dry-run",
-    ],
-)
-def test_stdout_has_one_object_whatever_a_plugin_prints(command, lmkit, tmp_path):
+@pytest.mark.parametrize("option", full_except("--dry-run", "--nproc 2"))
+def test_stdout_has_one_object_whatever_a_plugin_prints(option, lmkit, tmp_path):
     (tmp_path / "noisy.py").write_text(NOISY)
     settings = (*RANDOM_TOKENS, "train.steps=1", "train.batch_size=2", "model.attention='noisy'")
     (tmp_path / "noisy.toml").write_text(tiny_recipe(*settings))
-    ended = lmkit(*command.split(), "--plugin", "noisy.py")
+    ended = lmkit("train", "noisy.toml", "--json", *option.split(), "--plugin", "noisy.py")
     assert isinstance(json.loads(ended.stdout), dict), ended.stderr
     for said in ("imported", "as a C library writes", "a program"):
         assert said in ended.stderr

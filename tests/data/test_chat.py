@@ -9,17 +9,10 @@ import pytest
 from raising import raises
 
 from lmkit.core.batches import evaluation_windows
+from lmkit.data import token_files
 from lmkit.data.corpora import prepare_corpus
 from lmkit.data.encoding import encode_chat
 from lmkit.data.json_lines import messages_of
-from lmkit.data.token_files import (
-    SIDECAR,
-    TokenFile,
-    TokenFileWriter,
-    TokenMeta,
-    open_tokens,
-    starts_that_count,
-)
 from lmkit.errors import LmkitError, UsageError
 from lmkit.recipe.tables import CorpusConfig
 from lmkit.tokenizer import Tokenizer
@@ -44,7 +37,7 @@ def corpus(tmp_path: Path) -> Path:
 
 def masked(path: Path, flags: list[bool], part: int = 5) -> None:
     """Write a token file whose ids count up, in parts of tokens that all count or not."""
-    with TokenFileWriter(path, vocab_size=1000, tokenizer_sha256="a", masked=True) as writer:
+    with token_files.TokenFileWriter(path, vocab_size=1000, tokenizer_sha256="a", masked=True) as writer:
         for start in range(0, len(flags), part):
             for token, counts in enumerate(flags[start : start + part], start):
                 writer.append(np.array([token]), counts=counts)
@@ -56,7 +49,7 @@ def test_words_of_the_assistant_count_and_survive(name, corpus, tmp_path):
     template = TEMPLATES[name]
     tokenizer = Tokenizer.from_merges([], ["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
     meta = encode_chat([corpus], tmp_path / "t.npy", tokenizer, template)
-    file = open_tokens(tmp_path / "t.npy", tokenizer_sha256=tokenizer.sha256)
+    file = token_files.open_tokens(tmp_path / "t.npy", tokenizer_sha256=tokenizer.sha256)
     between = "" if name == "plain" else "<|endoftext|>"
     text = "".join(template.render(talk) + between for talk in TALKS)
     assert tokenizer.decode(file.tokens) == text
@@ -74,20 +67,13 @@ def test_words_of_the_assistant_count_and_survive(name, corpus, tmp_path):
 def test_windows_mark_targets_that_do_not_count(tmp_path):
     flags = (np.random.default_rng(0).random(203) < 0.4).tolist()
     masked(tmp_path / "t.npy", flags)
-    file = open_tokens(tmp_path / "t.npy")
+    file = token_files.open_tokens(tmp_path / "t.npy")
     windows = list(evaluation_windows(file.tokens, 13, 4, mask=file.mask))
     assert [int(token) for rows, _ in windows for token in rows.flatten()] == list(range(202))
+    assert (np.unpackbits(file.mask)[:203] == flags).all()
+    assert (tmp_path / "t.mask").stat().st_size == 26  # of many parts
     seen = [int(token) for _, rows in windows for token in rows.flatten()]
     assert seen == [token if flags[token] else -1 for token in range(1, 203)]
-
-
-def test_many_parts_make_one_mask(tmp_path):
-    flags = [n % 3 == 0 for n in range(100)]
-    masked(tmp_path / "t.npy", flags)
-    mask = open_tokens(tmp_path / "t.npy").mask
-    assert mask is not None
-    assert np.unpackbits(mask)[:100].astype(bool).tolist() == flags
-    assert (tmp_path / "t.mask").stat().st_size == 13
 
 
 @pytest.mark.parametrize("damage", ["missing", "short", "long", "flipped", "beyond", "count"])
@@ -98,19 +84,21 @@ def test_a_damaged_mask_is_named(damage, tmp_path):
     if damage == "missing":
         mask.unlink()
     elif damage == "count":
-        path.with_suffix(SIDECAR).write_text(path.with_suffix(SIDECAR).read_text().replace(": 10,", ": 11,"))
+        path.with_suffix(token_files.SIDECAR).write_text(
+            path.with_suffix(token_files.SIDECAR).read_text().replace(": 10,", ": 11,")
+        )
     else:
         changed = {"short": data[:-1], "long": data + b"\0", "flipped": b"\0" + data[1:]}
         mask.write_bytes(changed.get(damage, data[:-1] + bytes([data[-1] | 1])))
     with raises(LmkitError, "tokens.damaged", mask):
-        open_tokens(path)
+        token_files.open_tokens(path)
 
 
 def test_a_file_without_mask_is_described_as_ever(tmp_path):
-    with TokenFileWriter(tmp_path / "t.npy", vocab_size=9, tokenizer_sha256="a") as writer:
+    with token_files.TokenFileWriter(tmp_path / "t.npy", vocab_size=9, tokenizer_sha256="a") as writer:
         writer.append(np.arange(9))
         writer.finish(num_bytes=9, source_sha256="b")
-    assert "counted" not in (tmp_path / "t.npy").with_suffix(SIDECAR).read_text()
+    assert "counted" not in (tmp_path / "t.npy").with_suffix(token_files.SIDECAR).read_text()
     assert not (tmp_path / "t.mask").exists()
 
 
@@ -164,7 +152,7 @@ def test_an_answer_of_weight_0_is_read_and_not_learned(tmp_path, prepared):
         path = prepare_corpus(table, tmp_path / "corpus").train[0]
     tokenizer = Tokenizer.from_merges([], ["<|endoftext|>"])
     encode_chat([path], tmp_path / "t.npy", tokenizer, TEMPLATES["plain"])
-    file = open_tokens(tmp_path / "t.npy")
+    file = token_files.open_tokens(tmp_path / "t.npy")
     assert file.mask is not None
     read = tokenizer.decode(file.tokens.tolist())
     assert all(word in read for word in ("no<", "never<", "not<", "bad<", "none<"))
@@ -185,11 +173,11 @@ def test_conversations_without_an_answer_are_refused(tmp_path):
 def test_documents_that_teach_nothing_within_the_context_are_left_out():
     """Three documents of 10 tokens; the only targets that count are those from the third token of the second on."""
     mask = np.packbits([12 <= i < 20 for i in range(40)])
-    meta = TokenMeta("", 40, 40, 3, 40, "", 2)
-    file = TokenFile(np.arange(40, dtype=np.uint16), meta, mask)
-    assert starts_that_count(file, np.array([0, 10, 20]), 4).tolist() == [10]
+    meta = token_files.TokenMeta("", 40, 40, 3, 40, "", 2)
+    file = token_files.TokenFile(np.arange(40, dtype=np.uint16), meta, mask)
+    assert token_files.starts_that_count(file, np.array([0, 10, 20]), 4).tolist() == [10]
     with raises(UsageError, "tokens.no_targets"):
-        starts_that_count(file, np.array([0, 10, 20]), 1)
+        token_files.starts_that_count(file, np.array([0, 10, 20]), 1)
 
 
 ANSWER = {"role": "assistant", "content": "a"}

@@ -3,6 +3,7 @@
 import unicodedata
 
 import pytest
+from byte_tokenizers import of_bytes
 from raising import raises
 
 from lmkit.data.encoding import encode_corpus
@@ -15,8 +16,7 @@ END = "<|endoftext|>"
 
 def framed(special_tokens=("<s>", "</s>"), **changes):
     """A tokenizer of bytes and special tokens."""
-    vocab = {i: bytes([i]) for i in range(256)}
-    return Tokenizer(vocab=vocab, merges=[], special_tokens=special_tokens, **changes)
+    return of_bytes(*special_tokens, **changes)
 
 
 def encoded(tmp_path, sources, tokenizer, **options):

@@ -8,12 +8,12 @@ import textwrap
 import threading
 
 import pytest
+from byte_tokenizers import of_bytes
 from raising import raises
 
 from lmkit.data.encoding import encode_corpus
 from lmkit.data.token_files import open_tokens
 from lmkit.errors import LmkitError, UsageError
-from lmkit.tokenizer import Tokenizer
 
 END = "<|endoftext|>"
 
@@ -44,13 +44,7 @@ def test_fault_103_prefix_and_suffix_stand_around_every_document(
     corpus, story, tmp_path, small_chunks, workers, ends
 ):
     """As `encode` puts them around a text."""
-    framed = Tokenizer(
-        vocab={i: bytes([i]) for i in range(256)},
-        merges=[],
-        special_tokens=("<s>", "</s>", *([END] if ends else [])),
-        prefix=(256, 256),
-        suffix=(257,),
-    )
+    framed = of_bytes("<s>", "</s>", *([END] if ends else []), prefix=(256, 256), suffix=(257,))
     (tmp_path / "two.txt").write_text(f"{END}one{END}{END}two", "utf-8")
     encode_corpus([corpus, tmp_path / "two.txt"], tmp_path / "t.npy", framed, workers=workers)
     if ends:

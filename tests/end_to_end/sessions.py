@@ -42,15 +42,10 @@ def losses(run: Path) -> list[float]:
 
 def start(*command: str, cwd: Path) -> subprocess.Popen[str]:
     """Start `python COMMAND` in a session of its own; return at its first progress line."""
-    process = subprocess.Popen(
-        [sys.executable, *command],
-        cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, *command]
+    process = subprocess.Popen(words, cwd=cwd, env=environment, start_new_session=True, **pipes)
     assert process.stderr is not None
     for line in process.stderr:
         if line.startswith("step "):

@@ -39,15 +39,11 @@ RECIPE = tiny_recipe(
 
 
 def start(folder: Path, name: str, log: Path) -> subprocess.Popen[bytes]:
+    words = [sys.executable, *f"-m lmkit train soak.toml --name {name} --nproc 2".split()]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder / "temporary")}
+    options = {"cwd": folder, "env": environment, "start_new_session": True}
     with open(log, "ab") as file:
-        return subprocess.Popen(
-            [sys.executable, "-m", "lmkit", "train", "soak.toml", "--name", name, "--nproc", "2"],
-            cwd=folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder / "temporary")},
-            stdout=file,
-            stderr=file,
-            start_new_session=True,
-        )
+        return subprocess.Popen(words, stdout=file, stderr=file, **options)
 
 
 def newest_step(run: Path) -> int:

@@ -20,26 +20,15 @@ from lmkit.cli.pipeline import STAGES, StageRecord
 from lmkit.errors import LmkitError
 from lmkit.optim.adamw import AdamW
 from lmkit.recipe.load import load_recipe, validate
+from lmkit.training import checkpoint as ckpt
 from lmkit.training import session
-from lmkit.training.checkpoint import (
-    MANIFEST,
-    MODEL,
-    STATE,
-    FileEntry,
-    newest_checkpoint,
-    newest_valid,
-    open_checkpoint,
-    restore_rng,
-    shard_name,
-    write_manifest,
-)
 from lmkit.training.metrics import MetricsFile, read_metrics
 from lmkit.training.resume import load_optimizer_tensors
 from lmkit.training.verify import verify_path
 from lmkit.training.weights import weights_of
 
 STEP = "run/checkpoints/step-00000002"
-TENSORS = {f"{STEP}/{name}": (safetensors_header, damage) for name in (MODEL, shard_name(0, 1))}
+TENSORS = {f"{STEP}/{name}": (safetensors_header, damage) for name in (ckpt.MODEL, ckpt.shard_name(0, 1))}
 
 
 @functools.cache
@@ -64,15 +53,15 @@ def checkpoint(folder: Path) -> Format:
     """A file is changed and the manifest is not, or the manifest, which has its own checksum: nothing is read."""
 
     def read(folder: Path, good: Files, random: Random) -> None:
-        opened = open_checkpoint(newest_valid(folder / "run" / "checkpoints").path)
+        opened = ckpt.open_checkpoint(ckpt.newest_valid(folder / "run" / "checkpoints").path)
         dict(weights_of(opened))
         opened.optimizer_tensors()
-        for name in (*TENSORS, f"{STEP}/{STATE}"):
+        for name in (*TENSORS, f"{STEP}/{ckpt.STATE}"):
             assert (folder / name).read_bytes() == good[name], f"{name} was changed, and read"
-        manifest = f"{STEP}/{MANIFEST}"
+        manifest = f"{STEP}/{ckpt.MANIFEST}"
         assert json.loads((folder / manifest).read_bytes()) == json.loads(good[manifest])
 
-    kinds = TENSORS | dict.fromkeys((f"{STEP}/{STATE}", f"{STEP}/{MANIFEST}"), TEXT)
+    kinds = TENSORS | dict.fromkeys((f"{STEP}/{ckpt.STATE}", f"{STEP}/{ckpt.MANIFEST}"), TEXT)
     return Format([tiny_run()], kinds, read)
 
 
@@ -82,15 +71,17 @@ def forged_checkpoint(folder: Path) -> Format:
 
     def read(folder: Path, good: Files, random: Random) -> None:
         step = folder / STEP
-        (step / MANIFEST).unlink()
+        (step / ckpt.MANIFEST).unlink()
         contents = content_of(step)
         digests = {name: hashlib.sha256(data).hexdigest() for name, data in contents.items()}
-        entries = {name: FileEntry(sha256=digests[name], bytes=len(data)) for name, data in contents.items()}
-        write_manifest(step, entries)
-        opened = newest_checkpoint(step)
+        entries = {
+            name: ckpt.FileEntry(sha256=digests[name], bytes=len(data)) for name, data in contents.items()
+        }
+        ckpt.write_manifest(step, entries)
+        opened = ckpt.newest_checkpoint(step)
         given = weights_of(opened)
         model = given.model("cpu")
-        weights = plain_tensors(contents[MODEL])
+        weights = plain_tensors(contents[ckpt.MODEL])
         for name, tensor in model.state_dict().items():
             shape, raw = weights[name]
             assert list(tensor.shape) == shape
@@ -102,9 +93,9 @@ def forged_checkpoint(folder: Path) -> Format:
         for parameter, state in optimizer.state.items():
             shapes = [value.shape for value in state.values() if hasattr(value, "shape")]
             assert all(shape in (parameter.shape, ()) for shape in shapes)
-        restore_rng(opened.state.rng[0], parameter.device)
+        ckpt.restore_rng(opened.state.rng[0], parameter.device)
 
-    return Format([tiny_run()], TENSORS | {f"{STEP}/{STATE}": TEXT}, read)
+    return Format([tiny_run()], TENSORS | {f"{STEP}/{ckpt.STATE}": TEXT}, read)
 
 
 def plain_tensors(data: bytes) -> dict[str, tuple[list[int], bytes]]:
@@ -123,7 +114,7 @@ def verified_run(folder: Path) -> Format:
         assert all("\n" not in str(check) for check in result.checks)
         if not result.ok:
             raise LmkitError("fuzz.refused", "a check failed")
-        for name in (*TENSORS, f"{STEP}/{STATE}"):
+        for name in (*TENSORS, f"{STEP}/{ckpt.STATE}"):
             assert (folder / name).read_bytes() == good[name], f"{name} was changed, and verified"
 
     good = tiny_run()

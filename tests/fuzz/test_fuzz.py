@@ -5,12 +5,12 @@ Here with 60 cases a format; `nox -s fuzz` takes 10,000 and keeps the figures.
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import run_program
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # for the modules beside this one, here and in the processes that tests start
@@ -32,13 +32,8 @@ pytestmark = [
 @pytest.mark.timeout(0 if CASES > 1000 else 300)
 def test_damaged_files_end_in_a_clean_error_or_a_right_load(tmp_path):
     git = git_state()  # of the code that runs, before the record itself changes the checkout
-    done = subprocess.run(
-        [sys.executable, str(HERE / "worker.py"), str(tmp_path), "0", str(CASES)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "no_proxy": "127.0.0.1"},
-        check=False,
-    )
+    words = (sys.executable, HERE / "worker.py", tmp_path, "0", str(CASES))
+    done = run_program(*words, cwd=Path.cwd(), timeout=None, no_proxy="127.0.0.1")
     hung = tmp_path / "progress"
     assert done.returncode == 0, f"{hung.read_text() if hung.exists() else ''}\n{done.stderr[-5000:]}"
     summaries: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines()]

@@ -18,9 +18,7 @@ def tokenizer():
     """The 256 bytes, a few merges that cut characters in two, and end-of-text (259)."""
     snowman, accent = "☃".encode(), "é".encode()
     merges = [(b"h", b"e"), (accent[:1], accent[1:]), (snowman[:1], snowman[1:2])]
-    joined = {256 + i: left + right for i, (left, right) in enumerate(merges)}
-    vocab = {i: bytes([i]) for i in range(256)} | joined
-    return Tokenizer(vocab=vocab, merges=merges, special_tokens=("<|endoftext|>",))
+    return Tokenizer.from_merges(merges, ["<|endoftext|>"])
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from live_memory import LiveMemory
+from marking import full_except
 from raising import raises
 
 from lmkit.core.sampling import Sampling
@@ -82,7 +83,7 @@ def test_logits_in_other_dtypes(make_model, dtype):
     assert (logits.double() - exact).norm() < allowed * exact.norm()
 
 
-@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.full), 2])
+@pytest.mark.parametrize("rows", full_except(2, 1))
 @pytest.mark.parametrize(
     "sampling",
     [

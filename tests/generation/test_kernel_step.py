@@ -6,6 +6,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 import decoder_checks as checks
 from live_memory import LiveMemory
+from marking import full_but
 
 from lmkit.core.sampling import Sampling
 from lmkit.generation import Decoder
@@ -18,23 +19,20 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("rows", "lengths", "fields"),
-    [
-        pytest.param(1, (17,), {}, marks=pytest.mark.full),
-        pytest.param(1, (17,), {"weights": "fp8"}, marks=pytest.mark.full),
-        (2, (9, 3), {"num_kv_heads": 2, "qk_norm": True, "qkv_bias": True}),
-        (2, (9, 3), {"attention_window": 4, "attention": "flash_triton"}),
-        pytest.param(2, (9, 3), {"d_head": 32, "num_kv_heads": 2}, marks=pytest.mark.full),
-        pytest.param(17, (1, 9), {"d_head": 32, "qk_norm": True}, marks=pytest.mark.full),
-        pytest.param(17, (1, 9), {"qkv_bias": True}, marks=pytest.mark.full),
-        pytest.param(3, (1, 9), {"weights": "fp8", "tie_embeddings": True}, marks=pytest.mark.full),
-        pytest.param(1, (280,), {"num_kv_heads": 2}, marks=pytest.mark.full),
-        pytest.param(3, (1, 66, 280), {"num_kv_heads": 2, "tie_embeddings": True}, marks=pytest.mark.full),
-        pytest.param(17, (1, 9), {}, marks=pytest.mark.full),
-    ],
-    ids=str,
-)
+OFTEN = [
+    (2, (9, 3), {"num_kv_heads": 2, "qk_norm": True, "qkv_bias": True}),
+    (2, (9, 3), {"attention_window": 4, "attention": "flash_triton"}),
+]
+CASES = [
+    *((1, (17,), fields) for fields in ({}, {"weights": "fp8"})),
+    *((17, (1, 9), fields) for fields in ({}, {"d_head": 32, "qk_norm": True}, {"qkv_bias": True})),
+    *((1, (280,), {"num_kv_heads": 2}), (3, (1, 9), {"weights": "fp8", "tie_embeddings": True})),
+    (2, (9, 3), {"d_head": 32, "num_kv_heads": 2}),
+    (3, (1, 66, 280), {"num_kv_heads": 2, "tie_embeddings": True}),
+]
+
+
+@pytest.mark.parametrize(("rows", "lengths", "fields"), full_but(OFTEN, OFTEN + CASES), ids=str)
 @pytest.mark.parametrize(
     "sampling", [Sampling(0.0), Sampling(0.9, top_p=0.8, repetition_penalty=1.3)], ids=str
 )

@@ -14,6 +14,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import triton
 import triton.language as tl
 from adamw_checks import CHECKS
+from marking import full_but
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -21,13 +22,11 @@ from lmkit.kernels.adamw import BLOCK, WARPS, adamw_kernel, decide, decide_kerne
 from lmkit.optim import adamw
 
 THREADS = 32 * WARPS
-SLOW = {"equals_torch_and_the_operations"}  # a thousand steps
+FAST = CHECKS.keys() - {"equals_torch_and_the_operations"}  # a thousand steps
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.full] * (name in SLOW)) for name in CHECKS]
-)
+@pytest.mark.parametrize("name", full_but(FAST, CHECKS))
 def test_one_pass_adamw(name, monkeypatch):
     monkeypatch.setattr(adamw, "ONE_PASS_DEVICES", {"cpu"})
     CHECKS[name]("cpu")

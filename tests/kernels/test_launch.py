@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from marking import full_but
+from marking import full_but, full_except
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -95,10 +95,7 @@ def ordinary(call, gpu, monkeypatch):
 @pytest.mark.parametrize("run", [forward, backward])
 @pytest.mark.parametrize(
     "tiling",
-    [
-        POINTERS,
-        *(pytest.param(x, marks=pytest.mark.full) for x in (COPIED, Tiling(32, 16, 4, 1, apart=True))),
-    ],
+    full_except(POINTERS, COPIED, Tiling(32, 16, 4, 1, apart=True)),
     ids=["pointers", "copied", "apart"],
 )
 @pytest.mark.parametrize("causal", full_but([True], [False, True]))

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from marking import full_but
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -35,18 +36,19 @@ def assert_equal_gradients(fused: TransformerLM, plain: TransformerLM, tolerance
         assert (mine.grad - other.grad).norm() < tolerance * other.grad.norm(), name
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        pytest.param({}, marks=pytest.mark.full),
-        {"num_kv_heads": 1, "tie_embeddings": True},
-        pytest.param({"activation_checkpointing": "block", "attention": "sdpa"}, marks=pytest.mark.full),
-        pytest.param({"qk_norm": True, "num_kv_heads": 1}, marks=pytest.mark.full),
-        pytest.param({"qk_norm": True, "activation_checkpointing": "attention"}, marks=pytest.mark.full),
-        {"qk_norm": True, "activation_checkpointing": "block", "attention": "sdpa"},
-    ],
-    ids=str,
-)
+OFTEN = [
+    {"num_kv_heads": 1, "tie_embeddings": True},
+    {"qk_norm": True, "activation_checkpointing": "block", "attention": "sdpa"},
+]
+FIELDS = [
+    {},
+    {"activation_checkpointing": "block", "attention": "sdpa"},
+    {"qk_norm": True, "num_kv_heads": 1},
+]
+FIELDS += [{"qk_norm": True, "activation_checkpointing": "attention"}]
+
+
+@pytest.mark.parametrize("fields", full_but(OFTEN, OFTEN + FIELDS), ids=str)
 def test_losses_logits_and_gradients(fields):
     fused, plain = make_models(**fields)
     losses = [model.loss(IDS, TARGETS) for model in (fused, plain)]

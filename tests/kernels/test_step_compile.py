@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from marking import full_but, full_except
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -73,12 +74,8 @@ def ptx(assembled):
     return launch_all
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.full)], ids=str
-)
-@pytest.mark.parametrize(
-    "width", [768, *(pytest.param(width, marks=pytest.mark.full) for width in D_FF if width != 768)]
-)
+@pytest.mark.parametrize("dtype", full_except(torch.bfloat16, torch.float32), ids=str)
+@pytest.mark.parametrize("width", full_but([768], D_FF))
 def test_nothing_spills_and_memory_is_read_in_vectors(ptx, assembled, width, dtype):
     for name, code in ptx(width, dtype):
         if name in SINGLE and width >= 768:  # small rows have less than 16 bytes for a thread
@@ -88,9 +85,7 @@ def test_nothing_spills_and_memory_is_read_in_vectors(ptx, assembled, width, dty
     assert spills == dict.fromkeys((kernel.__name__ for kernel in KERNELS), 0)
 
 
-@pytest.mark.parametrize(
-    "width", [2048, *(pytest.param(width, marks=pytest.mark.full) for width in (512, 5504, 11008))]
-)
+@pytest.mark.parametrize("width", full_except(2048, 512, 5504, 11008))
 def test_casts_compile(assembled, width):
     """Nothing spills, and 16 bytes a thread are read at once."""
     x = torch.zeros(256, width, dtype=torch.bfloat16)

@@ -7,19 +7,12 @@ from raising import raises
 from lmkit.core.ranges import range_
 from lmkit.errors import UsageError
 from lmkit.measure import ranges
-from lmkit.measure.ranges import (
-    disable_ranges,
-    enable_ranges,
-    enable_ranges_from_environment,
-    observe_ranges,
-    quietly,
-)
 
 
 @pytest.fixture(autouse=True)
 def _ranges_off_afterwards():
     yield
-    disable_ranges()
+    ranges.disable_ranges()
 
 
 def double(x: torch.Tensor) -> torch.Tensor:
@@ -42,12 +35,16 @@ def test_kineto_sees_the_ranges_only_when_on():
         return [event.key for event in profiler.key_averages()]
 
     assert "double" not in names()
-    enable_ranges("kineto")
+    ranges.enable_ranges("kineto")
     assert "double" in names()
 
 
 def test_torch_compile_sees_no_graph_break_on_or_off():
-    for switch in (disable_ranges, lambda: enable_ranges("kineto"), lambda: observe_ranges(lambda *_: None)):
+    for switch in (
+        ranges.disable_ranges,
+        lambda: ranges.enable_ranges("kineto"),
+        lambda: ranges.observe_ranges(lambda *_: None),
+    ):
         switch()
         compiled = torch.compile(double, fullgraph=True, backend="eager", dynamic=False)
         assert compiled(torch.ones(3)).tolist() == [2.0] * 3
@@ -60,7 +57,7 @@ def test_nvtx_pushes_and_pops_in_order_also_by_an_exception(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: log.append(f"push {name}"))
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: log.append("pop"))
-    enable_ranges("nvtx")
+    ranges.enable_ranges("nvtx")
     with range_("outer"), pytest.raises(KeyError), range_("inner"):
         raise KeyError
     assert log == ["push outer", "push inner", "pop", "pop"]
@@ -70,20 +67,20 @@ def test_nvtx_without_cuda_and_without_the_package_is_refused(monkeypatch, range
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(ranges.importlib.util, "find_spec", lambda name: None)
     with raises(UsageError, "profile.no_nvtx", hint="kineto"):
-        enable_ranges("nvtx")
+        ranges.enable_ranges("nvtx")
     assert not ranges_are_on()
 
 
 def test_the_environment_switches(monkeypatch, ranges_are_on):
     monkeypatch.delenv("LMKIT_RANGES", raising=False)
-    enable_ranges_from_environment()
+    ranges.enable_ranges_from_environment()
     assert not ranges_are_on()
     monkeypatch.setenv("LMKIT_RANGES", "kineto")
-    enable_ranges_from_environment()
+    ranges.enable_ranges_from_environment()
     assert ranges_are_on()
     monkeypatch.setenv("LMKIT_RANGES", "vtune")
     with raises(UsageError, "profile.unknown_ranges", "vtune"):
-        enable_ranges_from_environment()
+        ranges.enable_ranges_from_environment()
 
 
 class Profiler:
@@ -104,7 +101,7 @@ def test_what_a_profiler_says_is_dropped_also_if_the_work_fails(capfd):
         os.write(2, b"heard\n")
         raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError), quietly(Profiler("USDT: start\n")):
+    with pytest.raises(ZeroDivisionError), ranges.quietly(Profiler("USDT: start\n")):
         fail()
     os.write(2, b"still heard\n")
     assert capfd.readouterr().err == "heard\nstill heard\n"

@@ -4,32 +4,25 @@ from functools import partial
 
 import pytest
 
-from lmkit.measure.statistics import (
-    FEWEST_PAIRS,
-    clip,
-    compare_runs,
-    mean_difference,
-    median_interval,
-    overlap,
-    paired_ratio,
-    quantile,
-    spread,
-    total,
-    union,
-)
+from lmkit.measure import statistics
 
 
 def test_quantiles_and_spread_by_hand():
     samples = [4.0, 1.0, 3.0, 2.0]
-    assert [quantile(samples, fraction) for fraction in (0.0, 0.25, 0.5, 1.0)] == [1.0, 1.75, 2.5, 4.0]
-    result = spread([1.0, 2.0, 3.0, 4.0, 90.0])
+    assert [statistics.quantile(samples, fraction) for fraction in (0.0, 0.25, 0.5, 1.0)] == [
+        1.0,
+        1.75,
+        2.5,
+        4.0,
+    ]
+    result = statistics.spread([1.0, 2.0, 3.0, 4.0, 90.0])
     assert (result.count, result.median, result.mean) == (5, 3.0, 20.0)
     assert result.relative == pytest.approx((55.6 - 1.4) / 3.0)
 
 
 @pytest.mark.parametrize(("true_ratio", "verdict"), [(1.02, "faster"), (1 / 1.02, "slower")])
 def test_two_percent_is_found_on_a_noisy_machine(noisy_rounds, true_ratio, verdict):
-    results = [paired_ratio(*noisy_rounds(true_ratio, 200, seed)) for seed in range(300)]
+    results = [statistics.paired_ratio(*noisy_rounds(true_ratio, 200, seed)) for seed in range(300)]
     assert {result.verdict for result in results} == {verdict}
     # The interval promises 95% of them; 4 standard deviations of a proportion below.
     assert sum(result.low <= true_ratio <= result.high for result in results) >= (0.95 - 0.051) * 300
@@ -43,7 +36,7 @@ def test_few_noisy_rounds_do_not_make_a_difference_out_of_nothing(rounds):
     misses = named = 0
     for _ in range(2000):
         times = [[rng.lognormvariate(0.0, 0.05) for _ in range(rounds)] for _ in range(2)]
-        result = paired_ratio(*times)
+        result = statistics.paired_ratio(*times)
         misses += not result.low <= 1.0 <= result.high
         named += result.verdict in ("faster", "slower")
     assert named <= misses <= 0.066 * 2000
@@ -54,29 +47,29 @@ def test_the_interval_of_a_median_by_hand():
     """Of 10 samples (x0 ... x9), outside (x1, x8) with probability 2 (1 + 10) / 1024 = 2.1%; (x2, x7) would be
     outside with 2 (1 + 10 + 45) / 1024 = 10.9%."""
     samples = [float(value) for value in (3, 0, 7, 1, 9, 5, 2, 8, 4, 6)]
-    assert median_interval(samples) == (1.0, 8.0)
-    assert median_interval(samples, confidence=0.89) == (2.0, 7.0)
-    assert median_interval(samples, confidence=0.9999) == (0.0, 9.0)
-    assert median_interval([4.0, 2.0]) == (2.0, 4.0)
-    assert median_interval([4.0]) == (4.0, 4.0)
+    assert statistics.median_interval(samples) == (1.0, 8.0)
+    assert statistics.median_interval(samples, confidence=0.89) == (2.0, 7.0)
+    assert statistics.median_interval(samples, confidence=0.9999) == (0.0, 9.0)
+    assert statistics.median_interval([4.0, 2.0]) == (2.0, 4.0)
+    assert statistics.median_interval([4.0]) == (4.0, 4.0)
     # 5000 samples, standard deviation of the rank sqrt(5000) / 2 = 35: 1.96 of that on either side, to a whole rank
-    low, high = median_interval([float(value) for value in range(5000)])
+    low, high = statistics.median_interval([float(value) for value in range(5000)])
     assert (2499.5 - low, high - 2499.5) == (pytest.approx(69.3, abs=1.5), pytest.approx(69.3, abs=1.5))
     with pytest.raises(ValueError, match="sample"):
-        median_interval([])
+        statistics.median_interval([])
 
 
 def test_pairs_cancel_a_drift_that_is_much_larger_than_the_difference():
     baseline = [10.0 * 1.05**index for index in range(20)]
-    result = paired_ratio([time / 1.02 for time in baseline], baseline)
+    result = statistics.paired_ratio([time / 1.02 for time in baseline], baseline)
     assert (result.low, result.high) == (pytest.approx(1.02), pytest.approx(1.02))
 
 
 @pytest.mark.parametrize(
     ("candidate", "baseline", "verdict"),
     [
-        ([1.0] * (FEWEST_PAIRS - 1), [9.0] * (FEWEST_PAIRS - 1), "too few repeats"),
-        ([1.0] * FEWEST_PAIRS, [9.0] * FEWEST_PAIRS, "faster"),
+        ([1.0] * (statistics.FEWEST_PAIRS - 1), [9.0] * (statistics.FEWEST_PAIRS - 1), "too few repeats"),
+        ([1.0] * statistics.FEWEST_PAIRS, [9.0] * statistics.FEWEST_PAIRS, "faster"),
         ([10.0] * 50, [10.02] * 50, "no difference"),  # certain, but tiny
         ([10.02] * 50, [10.0] * 50, "no difference"),
         ([1.0] * 6, [1.0, 1.1, 1.1, 1.1, 1.1, 1.1], "unclear"),  # an interval that ends at one
@@ -86,7 +79,7 @@ def test_pairs_cancel_a_drift_that_is_much_larger_than_the_difference():
     ],
 )
 def test_verdicts(candidate, baseline, verdict):
-    assert paired_ratio(candidate, baseline).verdict == verdict
+    assert statistics.paired_ratio(candidate, baseline).verdict == verdict
 
 
 def test_separate_runs_are_compared():
@@ -99,20 +92,25 @@ def test_separate_runs_are_compared():
         (slow[30:], slow[:30], 0.1, "no difference"),
         (slow[30:], slow[:30], 0.01, "unclear"),  # a narrower threshold than the interval
         (slow, fast, 0.5, "no difference"),
-        (slow, fast[: FEWEST_PAIRS - 1], 0.05, "too few repeats"),
+        (slow, fast[: statistics.FEWEST_PAIRS - 1], 0.05, "too few repeats"),
     ):
-        (result,) = compare_runs([(before, after)], [False], smallest_difference=difference)
+        (result,) = statistics.compare_runs([(before, after)], [False], smallest_difference=difference)
         assert result.verdict == verdict
         assert result.low < result.speedup < result.high
     with pytest.raises(ValueError, match="samples"):
-        compare_runs([(slow, [])], [False], smallest_difference=0.05)
-    assert compare_runs([], [], smallest_difference=0.05) == []
+        statistics.compare_runs([(slow, [])], [False], smallest_difference=0.05)
+    assert statistics.compare_runs([], [], smallest_difference=0.05) == []
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize(
     "summarize",
-    [spread, median_interval, partial(quantile, fraction=0.5), partial(mean_difference, [1.0, 2.0])],
+    [
+        statistics.spread,
+        statistics.median_interval,
+        partial(statistics.quantile, fraction=0.5),
+        partial(statistics.mean_difference, [1.0, 2.0]),
+    ],
 )
 def test_numbers_that_are_not_finite_are_not_summarized(summarize, bad):
     with pytest.raises(ValueError, match="finite"):
@@ -120,7 +118,7 @@ def test_numbers_that_are_not_finite_are_not_summarized(summarize, bad):
 
 
 def test_intervals_of_time_by_hand():
-    assert union([(5, 7), (0, 2), (1, 3)]) == [(0, 3), (5, 7)]
-    assert total([(0, 2), (1, 3), (5, 7)]) == 5
-    assert overlap([(0, 2), (1, 4)], [(3, 6), (5, 9)]) == 1
-    assert clip([(0, 2), (1, 5), (6, 9)], 1, 5) == [(1, 2), (1, 5)]
+    assert statistics.union([(5, 7), (0, 2), (1, 3)]) == [(0, 3), (5, 7)]
+    assert statistics.total([(0, 2), (1, 3), (5, 7)]) == 5
+    assert statistics.overlap([(0, 2), (1, 4)], [(3, 6), (5, 9)]) == 1
+    assert statistics.clip([(0, 2), (1, 5), (6, 9)], 1, 5) == [(1, 2), (1, 5)]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from marking import full_but
+from marking import full_but, full_except
 from switches import ALL_SWITCHES
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -90,7 +90,7 @@ ignore_dynamo = pytest.mark.filterwarnings(
 @pytest.mark.parametrize(
     "fields", full_but([ALL_SWITCHES | KEPT[4]], [{}, KEPT[1], ALL_SWITCHES | KEPT[4]]), ids=str
 )
-@pytest.mark.parametrize("how", ["block", pytest.param("whole", marks=pytest.mark.full)])
+@pytest.mark.parametrize("how", full_except("block", "whole"))
 def test_a_compiled_model_has_the_same_names_and_numbers(make_model, how, fields):
     torch.compiler.reset()
     torch.manual_seed(0)

@@ -135,18 +135,12 @@ def test_masters_of_loaded_state_without_any_are_the_weights():
         assert torch.equal(optimizer.state[param]["exp_avg"], yours.state[other]["exp_avg"])
 
 
-@pytest.mark.parametrize("setting", ["maximize", "amsgrad"])
-def test_state_of_another_rule_is_refused(setting):
-    theirs, mine = torch.optim.AdamW(parameters(), **{setting: True}), AdamW(parameters(), **SETTINGS)
-    with pytest.raises(ValueError, match=f"{setting}=True"):
-        mine.load_state_dict(theirs.state_dict())
-
-
-def test_state_with_decay_in_the_gradient_is_refused():
+def test_state_of_another_rule_is_refused():
     mine = AdamW(parameters(), **SETTINGS)
     mine.load_state_dict(torch.optim.Adam(parameters()).state_dict())
-    with pytest.raises(ValueError, match="weight decay"):
-        mine.load_state_dict(torch.optim.Adam(parameters(), weight_decay=0.1).state_dict())
+    for setting, said in (("maximize", "=True"), ("amsgrad", "=True"), ("weight_decay", " decay")):
+        with pytest.raises(ValueError, match=setting.partition("_")[0] + said):
+            mine.load_state_dict(torch.optim.Adam(parameters(), **{setting: True}).state_dict())
 
 
 def test_parameters_without_gradient_stay_and_count_their_own_steps():

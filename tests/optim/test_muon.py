@@ -64,15 +64,9 @@ def test_equals_the_formula(make):
     torch.manual_seed(0)
     shapes = (6, 4), (4, 4), (6, 4), (10, 4)
     *matrices, other = (torch.nn.Parameter(torch.randn(shape, dtype=torch.float64)) for shape in shapes)
-    optimizer = make(
-        [
-            {"params": matrices, "is_matrix": True, "weight_decay": 0.3},
-            {"params": [other], "is_matrix": False, "weight_decay": 0.3},
-        ],
-        lr=0.01,
-        matrix_lr=0.05,
-        momentum=0.8,
-    )
+    groups = [{"params": matrices, "is_matrix": True}, {"params": [other], "is_matrix": False}]
+    options = {"lr": 0.01, "matrix_lr": 0.05, "momentum": 0.8}
+    optimizer = make([group | {"weight_decay": 0.3} for group in groups], **options)
     like_other = torch.nn.Parameter(other.detach().clone())
     adamw = AdamW([like_other], lr=0.01, weight_decay=0.3)
     exact = [matrix.detach().clone() for matrix in matrices]
@@ -185,21 +179,16 @@ def test_blocks_get_muon_and_the_rest_adamw(precision):
 
 
 @pytest.mark.parametrize(
-    ("options", "names"),
+    ("name", "options", "strategy", "named"),
     [
-        ({"momentums": 0.9}, "optimizer.options.momentums"),
-        ({"iterations": 2.5}, "optimizer.options.iterations"),
+        ("muon", {"momentums": 0.9}, "none", "optimizer.options.momentums"),
+        ("muon", {"iterations": 2.5}, "none", "optimizer.options.iterations"),
+        ("adamw", {"momentum": 0.9}, "none", "optimizer.options.momentum"),
+        ("muon", {}, "torch_fsdp", "torch_fsdp"),
     ],
 )
-def test_its_options_are_checked(options, names):
-    with raises(UsageError, "recipe.conflict", names):
-        validate({"run": {"name": "x"}, "optimizer": {"name": "muon", "options": options}}, origin="test")
-
-
-def test_adamw_has_no_options_and_pytorchs_shards_no_muon():
-    for tables, names in (
-        ({"optimizer": {"options": {"momentum": 0.9}}}, "optimizer.options.momentum"),
-        ({"optimizer": {"name": "muon"}, "parallel": {"strategy": "torch_fsdp"}}, "torch_fsdp"),
-    ):
-        with raises(UsageError, "recipe.conflict", names):
-            validate({"run": {"name": "x"}, **tables}, origin="test")
+def test_options_that_it_lacks_and_pytorchs_shards_are_refused(name, options, strategy, named):
+    """AdamW has no options."""
+    tables = {"optimizer": {"name": name, "options": options}, "parallel": {"strategy": strategy}}
+    with raises(UsageError, "recipe.conflict", named):
+        validate({"run": {"name": "x"}, **tables}, origin="test")

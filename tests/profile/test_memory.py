@@ -8,20 +8,6 @@ from lmkit.measure.memory import GIB
 from lmkit.model import transformer
 from lmkit.model.accounting import count_parameters
 from lmkit.profile import memory
-from lmkit.profile.memory import (
-    AUTOGRAD,
-    Block,
-    Census,
-    Phase,
-    Recording,
-    blocks_of,
-    categorize,
-    line_of,
-    most_computed,
-    profile_memory,
-    run_memory,
-    run_memory_table,
-)
 from lmkit.profile.summary import BUILD, CATEGORIES, MEMORY, WHOLE_RUN, peak_row
 from lmkit.recipe.recipe import Recipe
 from lmkit.recipe.tables import ModelConfig, RunConfig, TrainConfig
@@ -32,7 +18,7 @@ RECIPE = Recipe(run=RunConfig(device="cpu"), model=MODEL, train=TrainConfig(batc
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
-    return run_memory(RECIPE, tmp_path_factory.mktemp("memory"), mode="step", steps=2)
+    return memory.run_memory(RECIPE, tmp_path_factory.mktemp("memory"), mode="step", steps=2)
 
 
 def test_categories_have_the_sizes_that_arithmetic_gives(result, ranges_are_on):
@@ -69,7 +55,7 @@ def test_a_table_of_contexts_shows_that_naive_attention_grows_as_the_square(tmp_
         for kernel in ("reference", "flash_torch")
         for context in (256, 512)
     ]
-    found = run_memory_table(recipes, tmp_path, steps=1)
+    found = memory.run_memory_table(recipes, tmp_path, steps=1)
     rows = found.summary["rows"]
     naive, flash = (rows[i + 1]["step_computed_gib"] / rows[i]["step_computed_gib"] for i in (0, 2))
     assert naive > 3.0  # scores and probabilities grow four times, the rest twice
@@ -85,7 +71,7 @@ def test_what_does_not_fit_is_a_row(monkeypatch, tmp_path):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
 
     monkeypatch.setattr(memory, "run_memory", full)
-    found = run_memory_table([RECIPE], tmp_path, steps=1)
+    found = memory.run_memory_table([RECIPE], tmp_path, steps=1)
     assert found.summary["rows"][0]["status"] == "out of memory"
     assert "out of memory" in found.text
     assert (tmp_path / "memory_contexts.json").exists()
@@ -94,9 +80,9 @@ def test_what_does_not_fit_is_a_row(monkeypatch, tmp_path):
 def test_the_innermost_line_that_counts_is_of_lmkit_or_of_the_user():
     ours, own = transformer.__file__, "/home/me/my_kernel.py"
     inside = [("", 0), ("??", 0), ("<string>", 1), (torch.nn.functional.__file__, 1), (memory.__file__, 3)]
-    assert line_of([*inside, (ours, 1), (own, 2)]).startswith("model/transformer.py:1  ")
-    assert line_of([*inside, (own, 2), (ours, 1)]) == "my_kernel.py:2"
-    assert line_of(inside) == AUTOGRAD
+    assert memory.line_of([*inside, (ours, 1), (own, 2)]).startswith("model/transformer.py:1  ")
+    assert memory.line_of([*inside, (own, 2), (ours, 1)]) == "my_kernel.py:2"
+    assert memory.line_of(inside) == memory.AUTOGRAD
 
 
 @pytest.mark.parametrize(
@@ -121,13 +107,13 @@ def test_what_a_step_computes_is_taken_from_the_phase_that_holds_most_of_it():
             (WHOLE_RUN, 0.0, 0.1),
         )
     ]
-    assert most_computed(rows) == 4.0
+    assert memory.most_computed(rows) == 4.0
 
 
 # ---- peaks worked by hand
 
 NAMES = ("build", "forward", "backward", "optimizer")
-PHASES = [Phase(name, 10 * i, 10 * i + 10) for i, name in enumerate(NAMES)]
+PHASES = [memory.Phase(name, 10 * i, 10 * i + 10) for i, name in enumerate(NAMES)]
 # (time, address, size): worked by hand in the tests below
 EVENTS = [
     (1, 1000, 100),  # parameters
@@ -143,15 +129,15 @@ EVENTS = [
     (36, 9999, -5),  # allocated before the recording
 ]
 CENSUSES = [
-    Census(10, {1000: "parameters"}),
-    Census(20, {1000: "parameters"}),
-    Census(30, {1000: "parameters", 4060: "gradients"}),
-    Census(40, {1000: "parameters", 5000: "optimizer state"}),
+    memory.Census(10, {1000: "parameters"}),
+    memory.Census(20, {1000: "parameters"}),
+    memory.Census(30, {1000: "parameters", 4060: "gradients"}),
+    memory.Census(40, {1000: "parameters", 5000: "optimizer state"}),
 ]
 
 
 def profile(events, phases, censuses=()):
-    return profile_memory(Recording(blocks_of(events), phases, censuses, None, "a test"))
+    return memory.profile_memory(memory.Recording(memory.blocks_of(events), phases, censuses, None, "a test"))
 
 
 def sums_of(peaks):
@@ -159,7 +145,7 @@ def sums_of(peaks):
 
 
 def test_frees_find_their_allocations_and_blocks_their_categories():
-    blocks = blocks_of(EVENTS)
+    blocks = memory.blocks_of(EVENTS)
     assert [block[:4] for block in blocks] == [
         (1000, 100, 1, math.inf),
         (2000, 50, 11, 22),
@@ -168,15 +154,15 @@ def test_frees_find_their_allocations_and_blocks_their_categories():
         (5000, 200, 31, math.inf),
         (3000, 30, 32, 33),
     ]
-    assert categorize(blocks, CENSUSES, PHASES) == [
+    assert memory.categorize(blocks, CENSUSES, PHASES) == [
         *("parameters", "activations", "temporary", "gradients", "optimizer state", "temporary")
     ]
 
 
 def test_a_census_counts_only_while_the_block_is_alive():
     """The same address, freed before the census and allocated again after it."""
-    blocks = [Block(1000, 8, 1, 5), Block(1000, 8, 11, 15)]
-    assert categorize(blocks, [Census(10, {1000: "parameters"})], []) == ["temporary", "temporary"]
+    blocks = [memory.Block(1000, 8, 1, 5), memory.Block(1000, 8, 11, 15)]
+    assert memory.categorize(blocks, [memory.Census(10, {1000: "parameters"})], []) == ["temporary"] * 2
 
 
 def test_peaks_by_hand():
@@ -191,16 +177,16 @@ def test_peaks_by_hand():
     assert found.lines == [{"bytes": 200, "category": "optimizer state", "line": "adamw.py:9"}]
 
 
-def test_the_larger_of_two_instances_counts():
-    events = [(1, 10, 5), (2, 10, -5), (11, 10, 9), (12, 10, -9), (21, 10, 7), (22, 10, -7)]
-    found = profile(events, [Phase("forward", start, start + 10) for start in (0, 10, 20)])
-    assert sums_of(found.peaks) == {"forward": 9, "whole run": 9}
-
-
-def test_what_is_alive_when_a_phase_begins_counts():
-    peaks = profile([(1, 10, 5), (12, 10, -5)], [Phase("backward", 10, 20)]).peaks
-    assert sums_of(peaks)["backward"] == 5
-
-
-def test_nothing_recorded():
-    assert sums_of(profile([], [Phase("build", 0, 1)]).peaks) == {"build": 0, "whole run": 0}
+@pytest.mark.parametrize(
+    ("events", "phases", "expected"),
+    [
+        ([(1, 10, 5), (2, 10, -5), (11, 10, 9), (12, 10, -9), (21, 10, 7), (22, 10, -7)],
+         [("forward", start) for start in (0, 10, 20)], {"forward": 9, "whole run": 9}),
+        ([(1, 10, 5), (12, 10, -5)], [("backward", 10)], {"backward": 5, "whole run": 5}),
+        ([], [("build", 0)], {"build": 0, "whole run": 0}),
+    ],
+    ids=["the larger of several", "alive when it begins", "nothing"],
+)  # fmt: skip
+def test_the_peak_of_a_phase(events, phases, expected):
+    found = profile(events, [memory.Phase(name, start, start + 10) for name, start in phases])
+    assert sums_of(found.peaks) == expected

@@ -13,23 +13,13 @@ from lmkit.measure.ranges import disable_ranges, observe_ranges
 from lmkit.measure.timing import time_variants
 from lmkit.profile import run as profiling
 from lmkit.profile.memory import run_memory
-from lmkit.profile.run import (
-    Workload,
-    choose_engine,
-    main,
-    make_training,
-    run_command,
-    run_recording,
-    run_steps,
-    workload_from_json,
-)
 from lmkit.recipe.recipe import Recipe
 from lmkit.recipe.tables import ModelConfig, OptimizerConfig, RunConfig, TrainConfig
 from lmkit.training.setup import TrainingStep
 
 MODEL = ModelConfig(vocab_size=64, context_length=16, d_model=32, d_ff=64, num_layers=1, num_heads=2)
 RECIPE = Recipe(run=RunConfig(device="cpu"), model=MODEL, train=TrainConfig(batch_size=2))
-WORK = Workload(RECIPE, steps=2, warmup=1)
+WORK = profiling.Workload(RECIPE, steps=2, warmup=1)
 RANGES = ["step", "data", "forward", "attention", "loss", "backward", "sync", "clip", "optimizer"]
 
 
@@ -41,20 +31,20 @@ def names(summary):
 def test_auto_takes_nsys_where_it_can_work_else_kineto_and_says_so(monkeypatch, caplog, missing):
     monkeypatch.setattr(profiling, "nvtx_is_available", lambda: missing != "nvtx_is_available")
     monkeypatch.setattr(profiling.shutil, "which", lambda name: None if missing == name else name)
-    assert choose_engine("kineto") == "kineto"
+    assert profiling.choose_engine("kineto") == "kineto"
     assert caplog.text == ""
     with caplog.at_level(logging.WARNING, logger="lmkit"):
-        assert choose_engine("auto") == ("kineto" if missing else "nsys")
+        assert profiling.choose_engine("auto") == ("kineto" if missing else "nsys")
     assert ("kineto" in caplog.text) == bool(missing)
     if missing is None:
-        assert choose_engine("nsys") == "nsys"
+        assert profiling.choose_engine("nsys") == "nsys"
         return
     with raises(UsageError, "nsys.missing", hint="kineto"):
-        choose_engine("nsys")
+        profiling.choose_engine("nsys")
 
 
 def test_kineto_profiles_the_trainers_own_step(tmp_path):
-    result = run_steps(RECIPE, tmp_path, engine="kineto", mode="step", steps=2)
+    result = profiling.run_steps(RECIPE, tmp_path, engine="kineto", mode="step", steps=2)
     assert result.summary["steps"] == 2
     assert names(result.summary) == RANGES
     assert set(result.files) == {path.name for path in tmp_path.iterdir()}
@@ -64,7 +54,7 @@ def test_kineto_profiles_the_trainers_own_step(tmp_path):
     assert result.summary["gpu_busy_share"] is None
     assert result.summary["ranges"][0]["wall_ms"] > 0
     # The stored trace gives the same summary again.
-    again = run_recording(tmp_path / "kineto_trace.json.gz", tmp_path / "again")
+    again = profiling.run_recording(tmp_path / "kineto_trace.json.gz", tmp_path / "again")
     assert names(again.summary) == RANGES
 
 
@@ -78,12 +68,12 @@ def test_kineto_profiles_the_trainers_own_step(tmp_path):
 )
 def test_what_does_not_train_is_not_profiled(changes, code):
     with raises(UsageError, code):
-        make_training(Workload(RECIPE.model_copy(update=changes)))
+        profiling.make_training(profiling.Workload(RECIPE.model_copy(update=changes)))
 
 
 def test_ranges_that_are_off_are_far_below_half_a_percent_of_a_step():
     """Both are measured here, so the machine's speed cancels; the least of 40 times counts."""
-    step = make_training(WORK)
+    step = profiling.make_training(WORK)
     opened = []
     observe_ranges(lambda name, opens: opened.append(name) if opens else None)
     step.run()
@@ -100,7 +90,7 @@ def test_ranges_that_are_off_are_far_below_half_a_percent_of_a_step():
 
 
 def test_an_nsys_database_is_summarized(two_steps, tmp_path):
-    result = run_recording(two_steps.path, tmp_path / "out")
+    result = profiling.run_recording(two_steps.path, tmp_path / "out")
     assert result.summary["launches"] == 4
     assert (tmp_path / "out/profile_ranges.png").read_bytes()[:4] == b"\x89PNG"
     assert str(two_steps.path.parent) not in json.dumps(result.summary)
@@ -110,16 +100,16 @@ def test_an_nsys_database_is_summarized(two_steps, tmp_path):
 def test_a_command_that_dies_before_nsys_records_anything(monkeypatch, tmp_path, code, expected):
     monkeypatch.setattr(profiling, "profile_command", lambda command, folder: (code, None))
     with pytest.raises(LmkitError) as caught:
-        run_command(["x"], tmp_path)
+        profiling.run_command(["x"], tmp_path)
     assert caught.value.exit_code == expected
 
 
 def test_the_workload_survives_its_way_to_another_process(monkeypatch):
-    assert workload_from_json(WORK.as_json()) == WORK
+    assert profiling.workload_from_json(WORK.as_json()) == WORK
     monkeypatch.setenv("LMKIT_RANGES", "kineto")
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
-        main([WORK.as_json()])
+        profiling.main([WORK.as_json()])
     disable_ranges()
     steps = [event for event in profiler.events() if event.name == "step"]
     assert len(steps) == WORK.steps  # not the warm-up
@@ -133,16 +123,16 @@ def test_the_threads_of_the_recipe_are_obeyed(tmp_path, monkeypatch):
     )
     recipe = RECIPE.changed(run={"threads": 3})
     before = torch.get_num_threads()
-    run_steps(recipe, tmp_path, engine="kineto", mode="step", steps=1)
+    profiling.run_steps(recipe, tmp_path, engine="kineto", mode="step", steps=1)
     run_memory(recipe, tmp_path, mode="step", steps=1)
-    main([Workload(recipe, steps=1).as_json()])
+    profiling.main([profiling.Workload(recipe, steps=1).as_json()])
     assert set(seen) == {3} != {before}
     assert torch.get_num_threads() == before
 
 
 def test_a_model_without_vocabulary_is_refused():
     with raises(UsageError, "recipe.no_vocabulary", "model.vocab_size"):
-        make_training(Workload(Recipe(model=ModelConfig(), train=TrainConfig())))
+        profiling.make_training(profiling.Workload(Recipe(model=ModelConfig(), train=TrainConfig())))
 
 
 @pytest.mark.skipif(profiling.shutil.which("nsys") is None, reason="nsys (Nsight Systems) is not installed")
@@ -150,7 +140,7 @@ def test_a_model_without_vocabulary_is_refused():
     not profiling.nvtx_is_available(), reason="neither a CUDA build of torch nor the nvtx package"
 )
 def test_the_real_nsys_sees_the_ranges(tmp_path):
-    result = run_steps(RECIPE, tmp_path, engine="nsys", mode="step", steps=2)
+    result = profiling.run_steps(RECIPE, tmp_path, engine="nsys", mode="step", steps=2)
     assert result.summary["steps"] == 2
     assert names(result.summary) == RANGES
     assert os.path.exists(tmp_path / "profile.nsys-rep")

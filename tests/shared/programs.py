@@ -9,7 +9,11 @@ from pathlib import Path
 
 
 def run_program(
-    *command: str | Path, cwd: Path, stdin: str | None = None, timeout: float = 240.0, **environment: str
+    *command: str | Path,
+    cwd: Path,
+    stdin: str | None = None,
+    timeout: float | None = 240.0,
+    **environment: str,
 ) -> subprocess.CompletedProcess[str]:
     """Run a command on one thread and return what it wrote, as text, and its exit code."""
     return subprocess.run(

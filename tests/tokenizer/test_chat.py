@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from byte_tokenizers import of_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from raising import raises
@@ -36,8 +37,7 @@ CONVERSATIONS = st.lists(
 
 
 def tokenizer_of(pattern: str = "gpt2", nfc: bool = False) -> Tokenizer:
-    plain = Tokenizer.from_merges(PAIRS)
-    return Tokenizer(vocab=plain.vocab, merges=PAIRS, special_tokens=MARKS, pattern=pattern, nfc=nfc)
+    return of_bytes(*MARKS, merges=PAIRS, pattern=pattern, nfc=nfc)
 
 
 def joined(template: ChatTemplate, messages: list[Message], tokenizer: Tokenizer) -> list[tuple[int, bool]]:

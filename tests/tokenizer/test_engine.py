@@ -14,14 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmkit.tokenizer import engine, split_words
-from lmkit.tokenizer.engine import (
-    MergeTable,
-    PythonCounter,
-    new_counter,
-    new_encoder,
-    python_encoder,
-    share_out,
-)
 from lmkit.tokenizer.pretokenize import AddedToken, SpecialTokens
 
 NO_SPECIALS = SpecialTokens({})
@@ -38,9 +30,8 @@ needs_compiler = pytest.mark.skipif(engine.library() is None, reason="no C compi
 
 
 def test_fuzzed_text(code, trained, pieces, oracle_encode):
-    encode = new_encoder(
-        trained.merge_table
-    )  # one for all examples: the words that it remembers must stay right
+    # One for all examples: the words that it remembers must stay right.
+    encode = engine.new_encoder(trained.merge_table)
 
     @settings(max_examples=300, deadline=None)
     @given(st.one_of(st.lists(st.sampled_from(pieces), max_size=60).map("".join), st.text()))
@@ -55,8 +46,8 @@ def test_both_engines_agree_on_a_megabyte(trained, real_text):
     rng = random.Random(0)
     parts = [real_text[i : i + rng.randint(1, 40)] for i in rng.choices(range(len(real_text)), k=50_000)]
     data = "".join(parts).encode()
-    expected = ids_of(python_encoder(trained.merge_table), data, trained.specials)
-    encoder = new_encoder(trained.merge_table)
+    expected = ids_of(engine.python_encoder(trained.merge_table), data, trained.specials)
+    encoder = engine.new_encoder(trained.merge_table)
     for _ in range(2):  # the second time from memory
         np.testing.assert_array_equal(ids_of(encoder, data, trained.specials), expected)
 
@@ -68,8 +59,9 @@ def test_places_of_special_tokens(kind, nfc):
     specials = SpecialTokens(
         {AddedToken("<a>"): 1, AddedToken("<n\u00e9>", normalized=True): 300, AddedToken("<b>"): 0}
     )
-    table = MergeTable(range(2, 258), [], nfc=nfc)
-    encode = python_encoder(table) if kind == "python" else engine.native_encoder(engine.library(), table)
+    table = engine.MergeTable(range(2, 258), [], nfc=nfc)
+    native = partial(engine.native_encoder, engine.library())
+    encode = (engine.python_encoder if kind == "python" else native)(table)
     encode = partial(engine.encode_normal_form, encode) if nfc else encode
     text = "<a>one<b><n\u00e9>e\u0301 two<ne\u0301><a>"
     ids, places = encode(text.encode(), specials)
@@ -105,19 +97,20 @@ def test_merges_in_any_order(seed):
         tokens[300 + i] = tokens[left] + tokens[right]
         merges.append((left, right, 300 + i))
     rng.shuffle(merges)
-    table = MergeTable(range(256), merges)
+    table = engine.MergeTable(range(256), merges)
     words = [bytes(rng.choices(b"abc", k=size)) for size in [1, 2, 3, 8, 30, 64, 65, 150] * 4]
     expected = [one_at_a_time(word, merges) for word in words]
     assert [table.encode_word(word) for word in words] == expected
     text = b"".join(word + b"\n\n" for word in words)
     joined = [token for ids in expected for token in (*ids, 10, 10)]
-    assert ids_of(python_encoder(table), text).tolist() == ids_of(new_encoder(table), text).tolist() == joined
+    for encoder in (engine.python_encoder(table), engine.new_encoder(table)):
+        assert ids_of(encoder, text).tolist() == joined
 
 
 @pytest.mark.parametrize("text", ["a" * 1_000_000, "\n" * 1_000_000, "👩‍👩‍👧‍👦" * 40_000])
 def test_pathological_words_take_n_log_n(code, trained, text):
     start = time.process_time()
-    ids = ids_of(new_encoder(trained.merge_table), text.encode())
+    ids = ids_of(engine.new_encoder(trained.merge_table), text.encode())
     assert trained.decode(ids.tolist()) == text
     assert time.process_time() - start < 60  # quadratic: hours
 
@@ -125,15 +118,15 @@ def test_pathological_words_take_n_log_n(code, trained, text):
 def test_more_words_than_an_encoder_remembers(trained, monkeypatch):
     """It forgets all of them in the middle of a text. Encoders that see fewer words give the expected ids."""
     thirds = [b"".join(b" %d" % i for i in range(start, start + 150_000)) for start in (0, 150_000, 300_000)]
-    expected = np.concatenate([ids_of(new_encoder(trained.merge_table), third) for third in thirds])
-    encoder = new_encoder(trained.merge_table)
+    expected = np.concatenate([ids_of(engine.new_encoder(trained.merge_table), third) for third in thirds])
+    encoder = engine.new_encoder(trained.merge_table)
     for _ in range(2):
         np.testing.assert_array_equal(ids_of(encoder, b"".join(thirds)), expected)
     monkeypatch.setattr(engine, "_MOST_WORDS", 1000)
-    python = python_encoder(trained.merge_table)
+    python = engine.python_encoder(trained.merge_table)
     for _ in range(3):
-        ids = ids_of(python, thirds[0][:20_000])
-        np.testing.assert_array_equal(ids, ids_of(new_encoder(trained.merge_table), thirds[0][:20_000]))
+        text, fresh = thirds[0][:20_000], engine.new_encoder(trained.merge_table)
+        np.testing.assert_array_equal(ids_of(python, text), ids_of(fresh, text))
 
 
 @needs_compiler
@@ -152,11 +145,11 @@ def test_words_with_equal_hashes_are_told_apart(trained):
     forged = np.stack((first_halves, second_halves), axis=1)[is_letter]
     assert len(forged) > 0
     text = word.tobytes() + b"".join(b"." + pair.tobytes() for pair in forged)
-    assert trained.decode_bytes(ids_of(new_encoder(trained.merge_table), text).tolist()) == text
+    assert trained.decode_bytes(ids_of(engine.new_encoder(trained.merge_table), text).tolist()) == text
 
 
 def test_ids_stay_when_more_is_encoded(code, trained):
-    encoder = new_encoder(trained.merge_table)
+    encoder = engine.new_encoder(trained.merge_table)
     assert ids_of(encoder, b"", trained.specials).tolist() == []
     first = ids_of(encoder, b"the first of two texts", trained.specials)
     kept = first.tolist()
@@ -174,11 +167,11 @@ def test_counters_add_up_and_keep_the_order(code, real_text):
     sizes = [2, 5, 7, 8, 9, 15, 16, 17, 40]
     words = ["".join(rng.choices("abcdefgé", k=rng.choice(sizes))) for _ in range(40_000)]
     texts = ["one two one three one. " + real_text, " ".join(words[:25_000]), " ".join(words[15_000:])]
-    one, two = new_counter(specials), new_counter(specials)
+    one, two = engine.new_counter(specials), engine.new_counter(specials)
     one.add(texts[0].encode())
     two.add(texts[1].encode())
     two.add(texts[2].encode())
-    result = one.result(two, new_counter(specials))
+    result = one.result(two, engine.new_counter(specials))
     expected: Counter[bytes] = Counter()
     for text in texts:
         for part in text.split("<|endoftext|>"):
@@ -239,8 +232,8 @@ def cache(monkeypatch, tmp_path):
 def test_without_a_compiler_python_does_it_and_warns_once(cache, monkeypatch, caplog, trained, compiler):
     monkeypatch.setenv("CC", compiler)
     with caplog.at_level(logging.WARNING, "lmkit"):
-        assert new_encoder(trained.merge_table).__qualname__.startswith(python_encoder.__name__)
-        assert isinstance(new_counter(trained.specials), PythonCounter)
+        assert engine.new_encoder(trained.merge_table).__qualname__.startswith(engine.python_encoder.__name__)
+        assert isinstance(engine.new_counter(trained.specials), engine.PythonCounter)
         assert engine.is_utf8("é".encode())
         assert not engine.is_utf8(b"\xff")
     (record,) = caplog.records
@@ -269,7 +262,7 @@ def test_results_are_finished_in_order_whoever_is_slow(workers):
             far_ahead.set()
         return item * item
 
-    for item, square in share_out(range(200), [work] * workers):
+    for item, square in engine.share_out(range(200), [work] * workers):
         assert square == item * item
         finished.append(item)
     assert finished == list(range(200))
@@ -297,7 +290,7 @@ def test_an_error_anywhere_ends_all_threads(where, workers):
     before = threading.active_count()
 
     def consume():
-        with closing(share_out(items(), [work] * workers)) as results:
+        with closing(engine.share_out(items(), [work] * workers)) as results:
             for item, _ in results:
                 fail("finish", item)
                 finished.append(item)

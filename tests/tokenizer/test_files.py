@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from byte_tokenizers import of_bytes
 from raising import raises
 
 from lmkit.errors import LmkitError, UsageError
@@ -23,9 +24,7 @@ def test_gpt2_files(trained, tmp_path, real_text):
 
 
 def test_what_gpt2_files_cannot_hold_is_said(tmp_path, caplog):
-    vocab = {i: bytes([i]) for i in range(256)}
-    tokenizer = Tokenizer(vocab=vocab, merges=[], special_tokens=("<s>", "</s>"), prefix=[256], suffix=[257])
-    tokenizer.save_gpt2(tmp_path)
+    of_bytes("<s>", "</s>", prefix=[256], suffix=[257]).save_gpt2(tmp_path)
     (record,) = caplog.records
     assert "<s>" in record.getMessage()
     assert "</s>" in record.getMessage()
@@ -33,7 +32,7 @@ def test_what_gpt2_files_cannot_hold_is_said(tmp_path, caplog):
 
 def test_gpt2_files_cannot_hold_other_words(tmp_path):
     with raises(UsageError, "tokenizer.unsupported"):
-        Tokenizer(vocab={i: bytes([i]) for i in range(256)}, merges=[], pattern="llama3").save_gpt2(tmp_path)
+        of_bytes(pattern="llama3").save_gpt2(tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -60,9 +59,7 @@ def test_gpt2_files_with_their_own_order_of_bytes(tmp_path):
 
 
 def test_a_merge_that_begins_like_a_comment(tmp_path):
-    vocab = {i: bytes([i]) for i in range(256)} | {256: b"#v"}
-    tokenizer = Tokenizer(vocab=vocab, merges=[(b"#", b"v")], special_tokens=())
-    tokenizer.save_gpt2(tmp_path)
+    of_bytes(merges=[(b"#", b"v")]).save_gpt2(tmp_path)
     assert load(tmp_path).merges == [(b"#", b"v")]
 
 

@@ -4,6 +4,7 @@ import json
 import pickle
 
 import pytest
+from byte_tokenizers import of_bytes
 from raising import raises
 
 from lmkit.errors import LmkitError, UsageError
@@ -36,10 +37,7 @@ def test_the_tokenizer_of_a_training_begins_texts_as_token_files_begin_documents
     trained = named.for_training()
     assert (named.start_id, trained.start_id, trained.end_of_text_id) == (BEGIN, END, END)
     assert trained.sha256 == named.sha256
-    vocab = {i: bytes([i]) for i in range(256)}
-    prefixed = Tokenizer(
-        vocab=vocab, merges=[], special_tokens=SPECIAL, prefix=[BEGIN], marks=Marks("<s>", "<end>")
-    )
+    prefixed = of_bytes(*SPECIAL, prefix=[BEGIN], marks=Marks("<s>", "<end>"))
     assert prefixed.for_training() is prefixed
 
 

@@ -61,10 +61,6 @@ def test_many_merges_per_step():
     assert same_merges(text, 500)
 
 
-def test_real_text(real_text):
-    assert same_merges(real_text[:60_000], 400)
-
-
 def test_counts_beyond_32_bits():
     words = WordCounts.from_mapping({b"ab": 2**33, b"cd": 2**33 + 1})
     assert learn_merges_fast(words, 2) == [(b"c", b"d"), (b"a", b"b")]

@@ -9,6 +9,7 @@ import pytest
 import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from marking import full_except
 
 from lmkit.tokenizer.engine import new_counter
 from lmkit.tokenizer.pretokenize import PATTERN, AddedToken, SpecialTokens, character_classes, split_words
@@ -50,14 +51,7 @@ def test_fuzzed_text(code, pieces, special):
     check()
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "  {}1",
-        pytest.param("ab{}cdefghijk", marks=pytest.mark.full),
-        pytest.param("  {}  ", marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.parametrize("template", full_except("  {}1", "ab{}cdefghijk", "  {}  "))
 def test_every_code_point(template):
     points = [chr(c) for c in range(0x110000) if not 0xD800 <= c < 0xE000]
     text = "\n".join(map(template.format, points))

@@ -8,6 +8,7 @@ import time
 
 import pytest
 import tokenizer_families as families
+from marking import full_except
 from raising import raises
 
 from lmkit.errors import LmkitError, UsageError
@@ -20,9 +21,7 @@ from lmkit.tokenizer.pretokenize import AddedToken
 
 def test_the_text_is_that_of_json_dumps_and_stays_the_same():
     """Token files and checkpoints record its hash."""
-    vocab = {i: bytes([i]) for i in range(256)} | {256: b'"\\', 257: b' "\\'}
-    merges = [(b'"', b"\\"), (b" ", b'"\\')]
-    tokenizer = Tokenizer(vocab=vocab, merges=merges, special_tokens=('<|"end"|>\n',))
+    tokenizer = Tokenizer.from_merges([(b'"', b"\\"), (b" ", b'"\\')], ['<|"end"|>\n'])
     text = to_json(tokenizer)
     assert json.dumps(json.loads(text), ensure_ascii=False) == text
     assert tokenizer.sha256 == "4c41a5e0b2f61009398d17ebc3b685d9f3beb14cf160df7e5a19cff2921a3c46"
@@ -41,10 +40,7 @@ def test_hugging_face_loads_it_agrees_and_writes_it(trained, tmp_path, real_text
 
 
 def test_fault_31_cut_at_any_byte(tmp_path):
-    vocab = {i: bytes([i]) for i in range(256)} | {256: b"he", 257: "é".encode()}
-    tokenizer = Tokenizer(
-        vocab=vocab, merges=[(b"h", b"e"), (b"\xc3", b"\xa9")], special_tokens=("<|endoftext|>",)
-    )
+    tokenizer = Tokenizer.from_merges([(b"h", b"e"), (b"\xc3", b"\xa9")], ["<|endoftext|>"])
     path = tmp_path / "tokenizer.json"
     tokenizer.save(path)
     whole = path.read_bytes()
@@ -337,7 +333,7 @@ def test_families(family, tmp_path, code):
         assert agrees(name, content, tmp_path, 20, transformers) == (family not in families.REFUSED)
 
 
-@pytest.mark.parametrize("number", [200, pytest.param(1500, marks=pytest.mark.full)])
+@pytest.mark.parametrize("number", full_except(200, 1500))
 def test_any_files(tmp_path, code, number):
     tokenizers = pytest.importorskip("tokenizers")
     path, again, refused = tmp_path / "given.json", tmp_path / "again.json", 0

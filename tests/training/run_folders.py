@@ -9,7 +9,8 @@ from lmkit.recipe.recipe import Recipe
 from lmkit.recipe.tables import ModelConfig
 from lmkit.training.checkpoint import Checkpoint, open_checkpoint, saved_steps
 from lmkit.training.metrics import read_metrics
-from lmkit.training.session import TrainResult, train
+from lmkit.training.session import TrainResult
+from lmkit.training.session import train as train_here
 from lmkit.training.weights import weights_of
 
 # The fixture `tiny`.
@@ -17,10 +18,6 @@ Tiny = Callable[..., Recipe]
 CONFIG = ModelConfig(vocab_size=64, context_length=8, d_model=16, d_ff=32, num_layers=1, num_heads=2)
 # Documents end at one of 64 equally likely tokens: some are longer than a row, some have one token.
 PACKED = ('data.sampling="packed"',)
-
-
-def train_here(recipe: Recipe, *, stop_at_step: int | None = None) -> TrainResult:
-    return train(recipe, stop_at_step=stop_at_step)
 
 
 def assert_resumes_exactly(

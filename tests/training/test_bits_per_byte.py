@@ -2,13 +2,15 @@
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from byte_tokenizers import of_bytes
 from run_folders import newest, records, train_here
-from their_models import make_theirs
+from their_models import their_folder
 
 from lmkit.data.encoding import encode_chat, encode_corpus
 from lmkit.tokenizer import Tokenizer
@@ -23,12 +25,7 @@ TEXTS = ("one fish two fish", "red fish,\n\nblüe fish and a longer line of fish
 MERGES = [(b"f", b"i"), (b"fi", b"s"), (b"fis", b"h"), (b" ", b"fish"), (b"\n", b"\n")]
 
 
-def tokenizer_of(*special_tokens: str, **options: Any) -> Tokenizer:
-    vocab = {i: bytes([i]) for i in range(256)}
-    vocab |= {256 + i: left + right for i, (left, right) in enumerate(MERGES)}
-    return Tokenizer(vocab=vocab, merges=MERGES, special_tokens=special_tokens, **options)
-
-
+tokenizer_of = partial(of_bytes, merges=MERGES)
 PLAIN = tokenizer_of(END)
 LLAMA = tokenizer_of("<s>", "</s>", prefix=(261,), pattern="llama3", marks=Marks("<s>", "</s>", (262,)))
 QWEN = tokenizer_of("<end>", "<pad>", pattern="qwen2", nfc=True, marks=Marks(None, "<end>", (261,)))
@@ -67,9 +64,9 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("folders") / "theirs"
-    make_theirs("Llama", {"max_position_embeddings": CONTEXT}, scale=0.3).save_pretrained(path)
-    return path
+    return their_folder(
+        tmp_path_factory.mktemp("folders"), "Llama", {"max_position_embeddings": CONTEXT}, 0.3
+    )
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from live_memory import LiveMemory
+from marking import full_but
 from raising import raises
 from random_models import random_folder
 from their_models import make_theirs, their_folder
@@ -32,9 +33,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     return {name: file.read(name) for file in files for name in file.tensors}
 
 
-@pytest.mark.parametrize(
-    "seed", [seed if seed < 8 else pytest.param(seed, marks=pytest.mark.full) for seed in range(60)]
-)
+@pytest.mark.parametrize("seed", full_but(range(8), range(60)))
 def test_random_folders_have_the_logits_of_transformers(seed, tmp_path):
     """As transformers opens them, before and after an import and an export; stops come along."""
     path = random_folder(tmp_path / "theirs", seed)

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from byte_tokenizers import of_bytes
 from raising import raises
-from their_models import make_theirs, spoil
+from their_models import spoil, their_folder, write_lines
 
 from lmkit.errors import LmkitError, UsageError
 from lmkit.parallel.ranks import Ranks
@@ -33,9 +34,7 @@ def tokenizer() -> Tokenizer:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A Hugging Face folder. Its weights are large enough for unlike log-likelihoods."""
     monkeypatch.chdir(tmp_path)
-    path = Path("theirs")
-    make_theirs("Llama", {"max_position_embeddings": CONTEXT}, scale=0.3).save_pretrained(path)
-    (path / "generation_config.json").unlink()
+    path = their_folder(Path(), changes={"max_position_embeddings": CONTEXT}, scale=0.3)
     tokenizer().save(path / "tokenizer.json")
     names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": END, "eos_token": END}
     (path / "tokenizer_config.json").write_text(json.dumps(names))
@@ -86,21 +85,12 @@ QUESTIONS: list[dict[str, Any]] = [
     {"question": "two fish ", "choices": ["x", "fishfish"], "answer": "fishfish"},  # a blank at the end
     {"question": "", "choices": ["fish", "ünd"], "answer": 1},
     {"question": " ", "choices": ["fish", "ünd"], "answer": 1},
-    {
-        "question": "a question longer than what the model sees at once:",
-        "choices": ["fish", "no"],
-        "answer": 0,
-    },
+    {"question": "longer than what the model sees at once: " * 2, "choices": ["fish", "no"], "answer": 0},
 ]
 
 
-def write(name: str, questions: list[Any]) -> Path:
-    Path(name).write_text("".join(json.dumps(question) + "\n" for question in questions))
-    return Path(name)
-
-
 def test_choices_are_scored_one_by_one(folder):
-    result = evaluate_choices(folder, write("questions.jsonl", QUESTIONS))
+    result = evaluate_choices(folder, write_lines("questions.jsonl", QUESTIONS))
     right = right_norm = 0
     for question, answered in zip(QUESTIONS, result.answers, strict=True):
         context, sums = question["question"], []
@@ -132,14 +122,14 @@ def test_a_question_that_the_tokenizer_loses_is_a_text_without_context(folder):
     without_letter_x(folder)
     choices = {"choices": ["the boat", "a fish"], "answer": 0}
     lost, empty, other = ({"question": text, **choices} for text in ("X", "", "one two three"))
-    result = evaluate_choices(folder, write("questions.jsonl", [lost, empty, other]))
+    result = evaluate_choices(folder, write_lines("questions.jsonl", [lost, empty, other]))
     log_likelihoods = [answered.log_likelihoods for answered in result.answers]
     assert log_likelihoods[0] == pytest.approx(log_likelihoods[1], rel=1e-5)
 
 
 def test_documents_that_the_tokenizer_loses_are_left_out(folder, caplog):
     without_letter_x(folder)
-    file = write("documents.jsonl", [{"text": "X"}, {"text": "the boat"}])
+    file = write_lines("documents.jsonl", [{"text": "X"}, {"text": "the boat"}])
     (score,) = evaluate_documents(folder, text=file).documents
     assert (score.number, score.bytes) == (2, 8)
     assert "1 of 2 documents" in caplog.text
@@ -150,7 +140,9 @@ def test_documents_that_the_tokenizer_loses_are_left_out(folder, caplog):
     [(["b"], None), (["b", ""], 0), ([], 0), (["b", "c"], 2), (["b", "c"], True), (["b", "c"], "d")],
 )
 def test_what_is_no_question_is_named(choices, answer, folder):
-    file = write("questions.jsonl", [*QUESTIONS, {"question": "a", "choices": choices, "answer": answer}])
+    file = write_lines(
+        "questions.jsonl", [*QUESTIONS, {"question": "a", "choices": choices, "answer": answer}]
+    )
     with raises(UsageError, "evaluate.question", file, "6"):
         evaluate_choices(folder, file)
 
@@ -160,22 +152,20 @@ def test_a_choice_that_the_question_swallows_or_that_is_too_long_is_refused(fold
     asserts."""
     question = {"question": "a", "choices": ["b", "long " * 9], "answer": 0}
     with raises(UsageError, "evaluate.choice_length", "questions.jsonl, question 6"):
-        evaluate_choices(folder, write("questions.jsonl", [*QUESTIONS, question]))
+        evaluate_choices(folder, write_lines("questions.jsonl", [*QUESTIONS, question]))
     merges = [(b"!", b"\n"), (b"!", b"!\n"), (b" ", b"x")]
-    vocab = {i: bytes([i]) for i in range(256)} | {256 + i: a + b for i, (a, b) in enumerate(merges)}
     (folder / "tokenizer_config.json").unlink()
-    tokenizer = Tokenizer(vocab=vocab, merges=merges, special_tokens=[END], pattern="llama3")
-    tokenizer.save(folder / "tokenizer.json")
+    of_bytes(END, merges=merges, pattern="llama3").save(folder / "tokenizer.json")
     question = {"question": "a!!\n", "choices": ["no", "x"], "answer": 0}
     with raises(UsageError, "evaluate.choice_length", "questions.jsonl, question 6"):
-        evaluate_choices(folder, write("questions.jsonl", [*QUESTIONS, question]))
+        evaluate_choices(folder, write_lines("questions.jsonl", [*QUESTIONS, question]))
 
 
 def test_more_ids_than_the_model_has_are_refused(folder, terminal):
     (folder / "tokenizer_config.json").unlink()
     Tokenizer.from_merges([], [f"<{i}>" for i in range(60)]).save(folder / "tokenizer.json")
     with raises(LmkitError, "weights.more_ids", "315", "300"):
-        evaluate_choices(folder, write("questions.jsonl", QUESTIONS))
+        evaluate_choices(folder, write_lines("questions.jsonl", QUESTIONS))
     terminal.refuses("generate", folder, code="weights.more_ids")
 
 

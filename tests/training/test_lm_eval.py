@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 from raising import raises
-from their_models import make_theirs, spoil
+from their_models import spoil, their_folder, write_lines
+from tokenizer_families import GPT4
 
 from lmkit.errors import LmkitError
 from lmkit.tokenizer import Tokenizer
@@ -38,15 +39,11 @@ QUESTIONS: list[dict[str, Any]] = [
 ]
 EMPTY = {"question": "", "choices": ["fish", "ünd"], "answer": 1}
 BLANK = {"question": " \n", "choices": ["fish", "ünd"], "answer": 1}
-LLAMA = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+"
-)
 
 
 def trained(pattern: str, special_tokens: list[str], **parts: Any) -> Any:
     """A tokenizer of the package tokenizers."""
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(ignore_merges=pattern == LLAMA))
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(ignore_merges=pattern == GPT4))
     split, letters = tokenizers.pre_tokenizers.Split, tokenizers.pre_tokenizers.ByteLevel
     made.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
         [split(tokenizers.Regex(pattern), "isolated"), letters(add_prefix_space=False, use_regex=False)]
@@ -66,7 +63,7 @@ def trained(pattern: str, special_tokens: list[str], **parts: Any) -> Any:
 
 def llama() -> tuple[Any, dict[str, Any]]:
     begin, *others = ("<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>", "<|pad|>")
-    made = trained(LLAMA, [begin, *others])
+    made = trained(GPT4, [begin, *others])
     made.post_processor = tokenizers.processors.TemplateProcessing(
         single=f"{begin} $A", special_tokens=[(begin, made.token_to_id(begin))]
     )
@@ -76,7 +73,7 @@ def llama() -> tuple[Any, dict[str, Any]]:
 
 def qwen() -> tuple[Any, dict[str, Any]]:
     made = trained(
-        LLAMA.replace("{1,3}", ""),
+        GPT4.replace("{1,3}", ""),
         ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"],
         normalizer=tokenizers.normalizers.NFC(),
     )
@@ -98,21 +95,13 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     kind, make = request.param
-    path = Path("theirs")
-    make_theirs(kind, {"max_position_embeddings": CONTEXT}, scale=0.3).save_pretrained(path)
+    path = their_folder(Path(), kind, {"max_position_embeddings": CONTEXT}, scale=0.3)
     tokenizer, names = make()
-    (path / "generation_config.json").unlink()
     tokenizer.save(str(path / "tokenizer.json"))
     ends = names.pop("eos_token_id")
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     names["tokenizer_class"] = "PreTrainedTokenizerFast"
     (path / "tokenizer_config.json").write_text(json.dumps(names))
-    return path
-
-
-def write(name: str, records: list[Any]) -> Path:
-    path = Path(name)
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
 
 
@@ -161,7 +150,7 @@ def test_choices(folder):
     questions = [*QUESTIONS, BLANK] if prefix else [*QUESTIONS]
     if not (prefix and version("lm_eval").startswith(tuple(f"0.4.{i}" for i in range(5, 10)))):
         questions.append(EMPTY)
-    file = write("questions.jsonl", questions)
+    file = write_lines("questions.jsonl", questions)
     options = {"add_bos_token": True} if prefix else {}
     figures, found = lm_eval_of(folder, "choices", file, CHOICES, **options)
     result = evaluate_choices(folder, file, device="cpu")
@@ -174,7 +163,7 @@ def test_choices(folder):
 
 
 def test_documents(folder):
-    file = write("docs.jsonl", [{"text": text} for text in TEXTS])
+    file = write_lines("docs.jsonl", [{"text": text} for text in TEXTS])
     # By default lm-eval 0.4.10 and later begin a document with two begin-of-text tokens where a tokenizer has one.
     figures, found = lm_eval_of(folder, "documents", file, DOCUMENTS, add_bos_token=False)
     result = evaluate_documents(folder, text=file, device="cpu")
@@ -191,7 +180,10 @@ def test_documents(folder):
 def test_the_harness_and_lmkit_agree_on_a_run(folder):
     """Also where a tokenizer puts a token before every text: with lm-eval's defaults, two would stand there."""
     import_model(folder, Path("run"))
-    questions, documents = write("questions.jsonl", QUESTIONS), write("docs.jsonl", [{"text": TEXTS[1]}])
+    questions, documents = (
+        write_lines("questions.jsonl", QUESTIONS),
+        write_lines("docs.jsonl", [{"text": TEXTS[1]}]),
+    )
     task_file("choices", questions, CHOICES)
     task_file("documents", documents, DOCUMENTS)
     found = run_harness(Path("run"), ["tasks/choices.yaml", "tasks/documents.yaml"], device="cpu").results

@@ -19,20 +19,9 @@ from lmkit.training.services import ServiceSink, tensorboard_sink, wandb_sink
 
 
 def train_record(step: int, **changes: Any) -> dict[str, Any]:
-    record = {
-        "kind": "train",
-        "step": step,
-        "loss": 4.0,
-        "lr": 1e-3,
-        "grad_norm": 1.5,
-        "tokens": 64 * step,
-        "tokens_per_second": 1234.5,
-        "mfu": None,
-        "memory_bytes": 2_500_000_000,
-        "seconds": 1.0,
-        "progress": step / 100,
-        "eta_seconds": 75.0,
-    }
+    record = {"kind": "train", "step": step, "loss": 4.0, "lr": 1e-3, "grad_norm": 1.5, "tokens": 64 * step}
+    record |= {"tokens_per_second": 1234.5, "mfu": None, "memory_bytes": 2_500_000_000, "seconds": 1.0}
+    record |= {"progress": step / 100, "eta_seconds": 75.0}
     return {**record, **changes}
 
 

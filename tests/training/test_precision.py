@@ -22,7 +22,6 @@ from lmkit.training.setup import build_step
 from lmkit.training.step import Step
 from lmkit.training.weights import model_weights, weights_of
 
-full = pytest.mark.full
 ZERO1 = ParallelConfig(strategy="zero1")
 
 

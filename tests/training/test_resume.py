@@ -46,13 +46,10 @@ class Keeps(torch.optim.Optimizer):
     @staticmethod
     def new_state(p):
         counts = {"number": 0, "real": 0.5, "count": torch.tensor(0), "share": torch.tensor(0.5).double()}
-        exact, mask = torch.zeros_like(p, dtype=torch.float64), torch.zeros_like(p, dtype=torch.bool)
-        return {
-            **counts,
-            "exact": exact,
-            "mask": mask,
-            "narrow": torch.zeros_like(p, dtype=torch.bfloat16),
-        } | {"turned": torch.zeros_like(p.mT if p.dim() > 1 else p).contiguous(), "history": torch.zeros(0)}
+        dtypes = {"exact": torch.float64, "mask": torch.bool, "narrow": torch.bfloat16}
+        zeros = {name: torch.zeros_like(p, dtype=dtype) for name, dtype in dtypes.items()}
+        turned = torch.zeros_like(p.mT if p.dim() > 1 else p).contiguous()
+        return counts | zeros | {"turned": turned, "history": torch.zeros(0)}
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -90,11 +87,8 @@ def test_every_state_of_an_optimizer_goes_on(tiny):
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        *(
-            ("h", value)
-            for value in (None, "x", [1.0, 2.5], {}, 2**70, 1j, torch.ones(2, dtype=torch.cfloat))
-        ),
-        ("h", torch.eye(3).to_sparse()),
+        *(("h", value) for value in (None, "x", [1.0, 2.5], {}, 2**70, 1j, torch.eye(3).to_sparse())),
+        ("h", torch.ones(2, dtype=torch.cfloat)),
         (None, {"k": 1}),
     ],
     ids=str,

@@ -13,39 +13,18 @@ from raising import raises
 from lmkit.errors import LmkitError
 from lmkit.parallel.ranks import RankLost, Ranks
 from lmkit.recipe.tables import CheckpointConfig, ModelConfig
+from lmkit.training import checkpoint as ckpt
 from lmkit.training import resume
-from lmkit.training.checkpoint import (
-    MANIFEST,
-    MODEL,
-    TensorFile,
-    TrainingState,
-    capture_rng,
-    newest_valid,
-    open_checkpoint,
-    saved_steps,
-    shard_name,
-    step_name,
-)
 from lmkit.training.resume import CheckpointWriter
 
 Save = Callable[..., None]
 
 
-def make_state(step: int, **fields: object) -> TrainingState:
-    facts = {
-        "lmkit": "0",
-        "step": step,
-        "seconds": 1.5,
-        "tokens": 10,
-        "world_size": 1,
-        "strategy": "none",
-        "optimizer_shards": 1,
-        "rng": (capture_rng(torch.device("cpu")),),
-        "model": ModelConfig(vocab_size=300),
-        "recipe": {},
-        "recipe_sha256": "",
-    }
-    return TrainingState(**{**facts, **fields})
+def make_state(step: int, **fields: object) -> ckpt.TrainingState:
+    facts = {"lmkit": "0", "step": step, "seconds": 1.5, "tokens": 10, "world_size": 1, "strategy": "none"}
+    facts |= {"optimizer_shards": 1, "rng": (ckpt.capture_rng(torch.device("cpu")),), "recipe": {}}
+    facts |= {"model": ModelConfig(vocab_size=300), "recipe_sha256": ""}
+    return ckpt.TrainingState(**{**facts, **fields})
 
 
 def make_writer(folder: Path, keep_last: int = 2, ranks: Ranks | None = None) -> CheckpointWriter:
@@ -64,8 +43,8 @@ def save(model: dict[str, torch.Tensor]) -> Save:
 
     def begin(writer: CheckpointWriter, step: int, **fields: object) -> None:
         ranks = writer._ranks
-        files = {shard_name(ranks.rank, ranks.world_size): optimizer} | (
-            {MODEL: model} if ranks.is_first else {}
+        files = {ckpt.shard_name(ranks.rank, ranks.world_size): optimizer} | (
+            {ckpt.MODEL: model} if ranks.is_first else {}
         )
         writer.save(make_state(step, **fields), files)
 
@@ -84,9 +63,11 @@ def save(model: dict[str, torch.Tensor]) -> Save:
 def test_a_state_may_change_its_shape_and_dtype_between_saves(first, then, tmp_path):
     writer = make_writer(tmp_path)
     for step, value in enumerate((first, then), 1):
-        writer.save(make_state(step), {MODEL: {"w": torch.ones(2)}, shard_name(0, 1): {"w.state": value}})
+        writer.save(
+            make_state(step), {ckpt.MODEL: {"w": torch.ones(2)}, ckpt.shard_name(0, 1): {"w.state": value}}
+        )
         writer.wait()
-        saved = open_checkpoint(tmp_path / step_name(step)).optimizer_tensors()["w.state"]
+        saved = ckpt.open_checkpoint(tmp_path / ckpt.step_name(step)).optimizer_tensors()["w.state"]
         assert saved.dtype == value.dtype
         assert torch.equal(saved, value)
 
@@ -100,10 +81,10 @@ def test_saves_the_moment_of_the_call_not_what_training_made_of_it(tmp_path, mod
         writer.release_weights()
         model["w"] += 1  # the next update, perhaps before anything is on the disk
     writer.wait()
-    assert [saved.step for saved in saved_steps(tmp_path)] == [2, 3]
+    assert [saved.step for saved in ckpt.saved_steps(tmp_path)] == [2, 3]
     for step in (2, 3):
-        checkpoint = open_checkpoint(tmp_path / step_name(step))
-        assert torch.equal(TensorFile(checkpoint.path / MODEL).read("w"), at_the_call[step])
+        checkpoint = ckpt.open_checkpoint(tmp_path / ckpt.step_name(step))
+        assert torch.equal(ckpt.TensorFile(checkpoint.path / ckpt.MODEL).read("w"), at_the_call[step])
         assert set(checkpoint.optimizer_tensors()) == {"w.exp_avg", "w.step"}
         assert checkpoint.state == make_state(step)
     assert not list(tmp_path.glob("*.lmkit-partial"))
@@ -113,12 +94,12 @@ def test_a_checkpoint_is_on_the_disk_before_it_gets_its_name(tmp_path, save, syn
     writer = make_writer(tmp_path)
     save(writer, 1)
     writer.wait()
-    final = tmp_path / step_name(1)
+    final = tmp_path / ckpt.step_name(1)
     *synced, manifest, entries, named, name = synced_and_named
-    others = {path.stat().st_ino for path in final.iterdir() if path.name != MANIFEST}
+    others = {path.stat().st_ino for path in final.iterdir() if path.name != ckpt.MANIFEST}
     assert set(synced) == {("synced", file) for file in others}
     assert len(others) == 3
-    assert manifest == ("synced", (final / MANIFEST).stat().st_ino)
+    assert manifest == ("synced", (final / ckpt.MANIFEST).stat().st_ino)
     assert (entries, named) == (("synced", final.stat().st_ino), ("named", final.stat().st_ino))
     assert name == ("synced", tmp_path.stat().st_ino)
 
@@ -129,13 +110,13 @@ def test_fault_49_a_file_size_limit_is_an_error_that_leaves_the_older_one_intact
     writer.wait()
     with file_size_limit(10_000):
         save(writer, 2)
-        with raises(LmkitError, "checkpoint.write_failed", step_name(2), "file too large"):
+        with raises(LmkitError, "checkpoint.write_failed", ckpt.step_name(2), "file too large"):
             writer.wait()
-    assert newest_valid(tmp_path).path == tmp_path / step_name(1)
-    assert [path.name for path in tmp_path.iterdir()] == [step_name(1)]
+    assert ckpt.newest_valid(tmp_path).path == tmp_path / ckpt.step_name(1)
+    assert [path.name for path in tmp_path.iterdir()] == [ckpt.step_name(1)]
     save(writer, 3)  # now there is room again
     writer.wait()
-    assert newest_valid(tmp_path).path == tmp_path / step_name(3)
+    assert ckpt.newest_valid(tmp_path).path == tmp_path / ckpt.step_name(3)
 
 
 @pytest.mark.parametrize("value", [float("nan"), -float("inf")])
@@ -147,7 +128,7 @@ def test_fault_68_weights_that_are_not_finite_never_replace_a_good_checkpoint(va
     save(writer, 2)
     with raises(LmkitError, "checkpoint.nonfinite", "step 2", "model.safetensors: w"):
         writer.wait()
-    assert [saved.step for saved in saved_steps(tmp_path)] == [1]
+    assert [saved.step for saved in ckpt.saved_steps(tmp_path)] == [1]
 
 
 def test_an_error_in_the_background_is_raised_before_the_next_update(tmp_path, save, monkeypatch):
@@ -179,12 +160,12 @@ def test_messages_of_ranks_do_not_add_up_in_their_store(tmp_path, save, two_writ
             save(writer, step, world_size=2, optimizer_shards=2)
         for writer in two_writers:
             writer.wait()
-        assert len(open_checkpoint(tmp_path / step_name(step)).state.rng) == 2
+        assert len(ckpt.open_checkpoint(tmp_path / ckpt.step_name(step)).state.rng) == 2
         assert two_writers[0]._ranks.store.num_keys() == 2  # type: ignore[union-attr]
 
 
 def test_fault_48_a_rank_whose_disk_is_full_is_named_by_the_first(tmp_path, save, two_writers, monkeypatch):
-    original, full = resume.write_tensors, step_name(2) + ".lmkit-partial"
+    original, full = resume.write_tensors, ckpt.step_name(2) + ".lmkit-partial"
 
     def write_tensors(path: Path, part: dict[str, torch.Tensor]) -> object:
         if path.parent.name == full and "00001-of" in path.name:
@@ -197,10 +178,10 @@ def test_fault_48_a_rank_whose_disk_is_full_is_named_by_the_first(tmp_path, save
             save(writer, step, world_size=2, optimizer_shards=2)
     with raises(LmkitError, "checkpoint.write_failed", "rank 1", "no space left on device"):
         two_writers[0].wait()
-    with raises(LmkitError, "checkpoint.write_failed", step_name(2), "no space left on device"):
+    with raises(LmkitError, "checkpoint.write_failed", ckpt.step_name(2), "no space left on device"):
         two_writers[1].wait()
-    assert [path.name for path in tmp_path.iterdir()] == [step_name(1)]
-    assert newest_valid(tmp_path).path == tmp_path / step_name(1)
+    assert [path.name for path in tmp_path.iterdir()] == [ckpt.step_name(1)]
+    assert ckpt.newest_valid(tmp_path).path == tmp_path / ckpt.step_name(1)
 
 
 def test_a_rank_does_not_wait_for_its_own_part_once_another_cannot_save(tmp_path, save, monkeypatch):

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 import torch
-from marking import full_except
+from marking import full_but, full_except
 from processes import TIMEOUT_S, ends
 from run_folders import PACKED, assert_same_tensors, losses, newest, saved
 from safetensors.torch import load_file
@@ -31,7 +31,8 @@ def assert_same_losses(left: Recipe, right: Recipe, kinds=("train",), *, rel: fl
 
 
 ALL_KINDS = ("train", "valid", "final")
-BF16, FP8 = ("train.precision=bf16", "train.accumulation=4"), ("train.precision=fp8", "train.accumulation=4")
+BF16 = ("train.precision=bf16", "train.accumulation=4")
+FP8 = ("train.precision=fp8", "train.accumulation=4", "run.device=auto")
 DRAWN, SIMULATED = "other first weights on rank 1", "no fault: fp8 is simulated"
 SHARED = (
     # Evaluations have three batches on two ranks, and at the end all 23, of which the last is shorter.
@@ -40,17 +41,11 @@ SHARED = (
     (BF16, "bucketed", DRAWN, 2e-3, ("train",)),
     *((PACKED, strategy, "", SAME, ALL_KINDS) for strategy in ("bucketed", "zero1", "fsdp")),
     # Scales of fp8 are those of rows, which are the same however a batch is shared out.
-    *(
-        ((*FP8, "run.device=auto"), name, SIMULATED, 2e-3, ("train",))
-        for name in ("bucketed", "zero1", "fsdp")
-    ),
+    *((FP8, strategy, SIMULATED, 2e-3, ("train",)) for strategy in ("bucketed", "zero1", "fsdp")),
 )
 
 
-@pytest.mark.parametrize(
-    ("chosen", "strategy", "fault", "rel", "kinds"),
-    [*SHARED[:2], *(pytest.param(*c, marks=full) for c in SHARED[2:])],
-)
+@pytest.mark.parametrize(("chosen", "strategy", "fault", "rel", "kinds"), full_but(SHARED[:2], SHARED))
 def test_fault_75_one_and_two_ranks_have_the_same_losses_also_where_batches_do_not_divide_by_the_ranks(
     chosen, strategy, fault, rel, kinds, fleet, tiny, settings
 ):

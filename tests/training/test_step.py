@@ -2,6 +2,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -40,28 +41,17 @@ class Job:
 
     def __init__(
         self,
-        *,
-        grad_clip: float = 0.0,
-        precision: str = "fp32",
-        max_skips: int | None = None,
         dtype: torch.dtype = torch.float64,
         optimizer: Callable[..., torch.optim.Optimizer] = AdamW,
+        **options: Any,
     ) -> None:
         torch.manual_seed(5)
         self.model = TransformerLM(CONFIG, dtype=dtype)
         self.sync = NotedSync()
         call = self.sync.attach(self.model)
         self.optimizer = self.sync.build_optimizer(optimizer, decay_groups(self.model.parameters(), 0.1))
-        self.step = Step(
-            self.model,
-            call,  # type: ignore[arg-type]
-            self.optimizer,
-            self.sync,
-            Ranks(),
-            precision=precision,
-            grad_clip=grad_clip,
-            max_skips=max_skips,
-        )
+        options = {"precision": "fp32", "grad_clip": 0.0, **options}
+        self.step = Step(self.model, call, self.optimizer, self.sync, Ranks(), **options)  # type: ignore[arg-type]
 
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
@@ -85,10 +75,8 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch():
         torch.testing.assert_close(left.grad, right.grad, rtol=1e-9, atol=1e-12, msg=name)
 
 
-def update(job: Job, loss: torch.Tensor) -> tuple[Outcome, list[str]]:
-    events: list[str] = []
-    job.step.before_update = lambda: events.append("released")
-    return job.step.update(loss, lr=0.01), events
+def update(job: Job, loss: torch.Tensor) -> Outcome:
+    return job.step.update(loss, lr=0.01)
 
 
 def test_only_the_last_micro_batch_synchronises():
@@ -105,7 +93,7 @@ def test_fault_67_a_gradient_that_is_not_finite_leaves_the_weights_untouched(val
     loss = job.step.accumulate(*make_batch(2))
     gradient = job.model.ln_final.weight.grad
     gradient[3] = value
-    outcome, _ = update(job, loss)
+    outcome = update(job, loss)
     assert (outcome.applied, outcome.nonfinite) == (False, True)
     assert all(torch.equal(weight, before[name]) for name, weight in job.weights().items())
 
@@ -114,10 +102,10 @@ def test_a_flag_to_stop_comes_back_and_the_step_is_still_made():
     job = Job()
     for factor, applied in ((1, True), (math.nan, False)):
         job.step.signals, job.step.save_at = [15], 0.0
-        outcome = update(job, job.step.accumulate(*make_batch(2)) * factor)[0]
+        outcome = update(job, job.step.accumulate(*make_batch(2)) * factor)
         assert (outcome.stop, outcome.save, outcome.applied) == (True, True, applied)
     job.step.signals, job.step.save_at = [], math.inf
-    outcome = update(job, job.step.accumulate(*make_batch(2)))[0]
+    outcome = update(job, job.step.accumulate(*make_batch(2)))
     assert (outcome.stop, outcome.save) == (False, False)
 
 
@@ -143,7 +131,7 @@ def test_fp16_trains_as_without_a_loss_scale():
         if job is scaled:
             norm = torch.nn.utils.get_total_norm([p.grad for p in job.model.parameters()]).item()
             assert norm == pytest.approx(INITIAL_SCALE * norms[0], rel=0.02)  # 11 bits, a few roundings deep
-        norms.append(update(job, loss)[0].grad_norm.item())
+        norms.append(update(job, loss).grad_norm.item())
     assert norms[1] == pytest.approx(norms[0], rel=0.02)
     assert scaled.sync.notes[-1] == "finish, wait=True"  # unscaling reads the gradients
     assert scaled.step.loss_scale.state().good_steps == 1
@@ -162,7 +150,7 @@ def test_an_overflow_of_the_loss_scale_is_left_out_and_no_failure_until_it_canno
         scale.restore(LossScaleState(scale=value, good_steps=0))
         loss = job.step.accumulate(*make_batch(2))
         job.model.ln_final.weight.grad[3] = math.inf
-        outcome, _ = update(job, loss)
+        outcome = update(job, loss)
         assert all(parameter.grad is None for parameter in job.model.parameters())
         outcomes.append((scale.scale.item(), outcome.applied, outcome.nonfinite))
     assert outcomes == [(2.0, False, False), (1.0, False, False), (1.0, False, True)]
@@ -204,7 +192,7 @@ def test_fault_66_bad_steps_and_any_after_too_many_of_them_change_nothing(optimi
     outcomes = []
     for value in (1.0, math.nan, 1.0, -math.inf, math.nan, 1.0, 1.0):
         before = [*job.weights().values()], copy.deepcopy(list(job.optimizer.state.values()))
-        outcome, _ = update(job, job.step.accumulate(*make_batch(2)) * value)
+        outcome = update(job, job.step.accumulate(*make_batch(2)) * value)
         outcomes.append((outcome.applied, outcome.nonfinite))
         assert all(parameter.grad is None for parameter in job.model.parameters())
         same = all(map(torch.equal, before[0], job.weights().values()))

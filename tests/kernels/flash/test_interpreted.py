@@ -8,7 +8,7 @@ float32 and float16 only: the interpreter multiplies the raw bits of bfloat16. b
 import pytest
 import torch
 from attention_oracle import faults_of
-from marking import full_but
+from marking import full_but, full_except
 from raising import raises
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -54,9 +54,8 @@ def firsts(queries):
 @pytest.mark.parametrize("name", full_but(["both"], firsts(90)))
 @pytest.mark.parametrize(
     ("rows", "columns", "options"),
-    [(32, 32, {}), pytest.param(16, 64, {"apart": True}, marks=pytest.mark.full),
-     pytest.param(64, 16, {"split": True}, marks=pytest.mark.full)],
-)  # fmt: skip
+    full_except((32, 32, {}), (16, 64, {"apart": True}), (64, 16, {"split": True})),
+)
 def test_first_hides_keys_in_any_tile(name, rows, columns, options, with_tiling, random_inputs):
     """Against float64: queries that see nothing of a tile, tiles that nobody sees, a large key that few see."""
     q, k, v, dout = random_inputs(batch=2, heads=2, kv_heads=1, queries=90, head_dim=24)

@@ -61,17 +61,6 @@ def check(reports, dtype, known=KNOWN_SPILLS):
         assert report.spills <= known.get((kernel, dtype), 0), kernel
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "length", "deterministic"),
-    [(64, 2048, False), (128, 200, True)],
-    ids=str,
-)
-@pytest.mark.full
-def test_usual_kernels(compile_pass, head_dim, length, deterministic):
-    """The kernels of a training step, and the deterministic ones."""
-    check(compile_pass(head_dim, length, True, torch.bfloat16, deterministic), torch.bfloat16)
-
-
 BF16, FP16 = torch.bfloat16, torch.float16
 # Lengths with and without a tail; at head_dim 64, and 128 without a mask, long sequences have kernels of their own.
 CASES = [
@@ -91,14 +80,11 @@ def test_all_kernels(compile_pass, head_dim, length, causal, dtype, deterministi
     check(compile_pass(head_dim, length, causal, dtype, deterministic), dtype)
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "length", "dtype", "deterministic"),
-    [
-        pytest.param(*case, marks=pytest.mark.full)
-        for case in itertools.product([64, 128, 256], [200, 2048], [BF16, FP16], [False, True])
-    ],
-    ids=str,
-)
+@pytest.mark.full
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("length", [200, 2048])
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("deterministic", [False, True])
 def test_kernels_that_hide_documents(compile_pass, head_dim, length, dtype, deterministic):
     first = torch.zeros(1, length, dtype=torch.int32)
     check(compile_pass(head_dim, length, True, dtype, deterministic, first), dtype, KNOWN_SPILLS_OF_FIRST)

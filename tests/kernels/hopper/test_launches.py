@@ -7,6 +7,7 @@ import importlib
 
 import pytest
 import torch
+from marking import full_except
 
 pytest.importorskip("triton", reason="the Hopper kernels need triton")
 
@@ -107,8 +108,6 @@ UNUSED = rows(256, 64)  # the deterministic way adds nothing up: room for one bo
 
 BACKWARDS = [
     (64, 200, 200, True, False, STAGGERED, 64, rows(128, 256 * 2)),
-]
-MORE_BACKWARDS = [
     (128, 2049, 3000, False, False, STAGGERED, 64, half_columns(2176)),
     (136, 200, 200, True, False, WIDE, 64, None),
     (64, 200, 200, True, True, DETERMINISTIC, 128, None),
@@ -129,7 +128,7 @@ MORE_BACKWARDS = [
 
 @pytest.mark.parametrize(
     ("head_dim", "queries", "keys", "causal", "deterministic", "kernels", "key_rows", "dq_sum"),
-    [*BACKWARDS, *(pytest.param(*case, marks=pytest.mark.full) for case in MORE_BACKWARDS)],
+    full_except(*BACKWARDS),
 )
 def test_kernels_of_a_backward(
     launcher, stand_in_gpu, head_dim, queries, keys, causal, deterministic, kernels, key_rows, dq_sum
