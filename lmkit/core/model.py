@@ -537,6 +537,10 @@ class TransformerLM(nn.Module):
             device=factory_kwargs.get("device"),
         )
 
+    @property
+    def is_tied(self) -> bool:
+        return self.lm_head.weight is self.token_embeddings.weight
+
     def tie_weights(self) -> None:
         """Make the head's matrix the embedding, too, if the configuration says so."""
         if self.config.tie_embeddings:
@@ -585,7 +589,8 @@ class TransformerLM(nn.Module):
         return self.lm_head(self.hidden_states(ids, cache))
 
     def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy of the targets in nats per token, a float32 scalar.
+        """Return the mean cross-entropy of the targets in nats per token, a float32 scalar. The head's call returns
+        it, and so hooks of the head see it in place of logits.
 
         Args:
             ids: (batch, seq)

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from lmkit.attention import attention_function, joined_function
 from lmkit.core import model as core
@@ -264,7 +265,10 @@ class TransformerLM(core.TransformerLM):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TransformerLM:
         # nn.Module calls this in .to(), .half() and .to_empty().
         places = {parameter: parameter.data_ptr() for parameter in self.parameters()}
+        was_tied = self.is_tied
         super()._apply(fn, recurse)
+        if was_tied and not self.is_tied:  # from the device "meta"
+            self.tie_weights()
         # Parameters that stayed may lie in memory of an optimizer, as those of a `ShardedOptimizer` do.
         self._arrange({p for p in self.parameters() if places.get(p) != p.data_ptr()})
         return self
@@ -276,8 +280,10 @@ class TransformerLM(core.TransformerLM):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
+        was_tied = self.is_tied
         found = super().load_state_dict(state_dict, strict, assign)
-        if assign:  # new tensors, perhaps the first that are not on "meta"
+        # New tensors, perhaps the first that are not on "meta"; also by a dict that was assigned to a model before.
+        if assign or was_tied != self.is_tied:
             self.tie_weights()
             self.rope.to_empty(device=self.lm_head.weight.device)  # computes its table
             self._arrange()
@@ -286,7 +292,9 @@ class TransformerLM(core.TransformerLM):
     def hidden_states(self, ids: Tensor, cache: KVCache | None = None) -> Tensor:
         operations = PLAIN if is_transformed() else self.operations
         ids, firsts = self.visible(ids)
-        x = self.token_embeddings(ids, operations)  # (batch, seq, d_model)
+        table = self.token_embeddings
+        # (batch, seq, d_model); somebody may have replaced the table
+        x = table(ids, operations) if isinstance(table, Embedding) else table(ids)
         if cache is None:
             keeps = None
             checkpoints = self.config.activation_checkpointing != "none" and torch.is_grad_enabled()
@@ -347,6 +355,8 @@ def compile_model(
 
 def are_plain(*modules: nn.Module) -> bool:
     """Whether nobody replaced these modules or a part of them, or hooked into their calls."""
+    if _has_any_global_hook():
+        return False
     for module in modules:
         if (
             module._forward_pre_hooks

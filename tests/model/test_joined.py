@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from lmkit.core import model as core
 from lmkit.core.sampling import Sampling
@@ -94,6 +95,40 @@ def test_nothing_writes_into_what_a_hook_saw(make_model, keep, names):
     assert len(seen) >= 4
     for kept, then in seen:
         assert torch.equal(kept, then)
+
+
+def test_hooks_of_all_modules_fire(make_model):
+    model, seen = make_model(activation_checkpointing="attention"), set()
+    with register_module_forward_hook(lambda module, inputs, output: seen.add(module)):
+        model.loss(IDS, IDS)
+    assert {module for block in model.layers for module in (block.ln2, *block.attn.children())} <= seen
+
+
+@pytest.mark.parametrize("name", ["token_embeddings", "lm_head", "ln_final"])
+def test_a_layer_around_the_blocks_may_be_replaced(make_model, name):
+    model = make_model()
+    losses, layer = [model.loss(IDS, IDS)], model.get_submodule(name)
+    new = {
+        "token_embeddings": lambda: nn.Embedding(*layer.weight.shape),
+        "lm_head": lambda: nn.Linear(*reversed(layer.weight.shape), bias=False),
+        "ln_final": lambda: nn.RMSNorm(layer.weight.shape, eps=layer.eps),
+    }[name]().double()
+    new.weight = layer.weight
+    setattr(model, name, new)
+    losses.append(model.loss(IDS, IDS))
+    torch.testing.assert_close(*losses, rtol=1e-12, atol=0)
+
+
+def test_ties_stay(make_model):
+    config = make_model(tie_embeddings=True).config
+    model, other, third = (TransformerLM(config, device=device) for device in ("cpu", "meta", "cpu"))
+    saved = model.state_dict()
+    other.to_empty(device="cpu")
+    assert other.is_tied
+    for each, assign in ((other, True), (third, False)):  # the dict remembers that it was assigned
+        each.load_state_dict(saved, assign=assign)
+        assert each.is_tied
+        assert torch.equal(each(IDS), model(IDS))
 
 
 @pytest.mark.parametrize("name", [*JOINED, "attn.output_proj", "ffn.w2", "ln1", "attn"])
