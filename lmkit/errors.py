@@ -65,16 +65,11 @@ def limit_reached(error: BaseException) -> LmkitError | None:
     """Return an LmkitError if memory (of the host or a GPU) or open files ran out; None for other errors."""
     text = str(error)
     if getattr(error, "errno", None) == errno.EMFILE or "Too many open files" in text:
-        hint = (
-            f"raise the limit with ulimit -n, which is {_limit('RLIMIT_NOFILE')} here; every rank needs some"
-        )
+        limit = _limit("RLIMIT_NOFILE")
+        hint = f"raise the limit with ulimit -n, which is {limit} here; every rank needs some"
         return LmkitError("files.too_many_open", "too many open files", hint=hint)
-    signs = (
-        "out of memory",
-        "can't allocate memory",
-        "can't start new thread",  # a thread needs room for its stack
-        "failed to map segment",  # of a library that is being loaded
-    )
+    # A thread needs room for its stack; a segment is of a library that is being loaded.
+    signs = ("out of memory", "can't allocate memory", "can't start new thread", "failed to map segment")
     if not isinstance(error, MemoryError) and not any(sign in text for sign in signs):
         return None
     detail = ""

@@ -177,22 +177,22 @@ def test_every_error_has_a_code():
 # that needs more changes the number, and says why.
 BUDGETS = {
     "": 500,
-    "attention": 600,
-    "bench": 4705,
+    "attention": 568,
+    "bench": 4483,
     "cli": 2399,
     "core": 1511,
     "data": 1485,
     "generation": 884,
     "kernels": 5531,
     "measure": 1438,
-    "model": 1281,
+    "model": 1229,
     "optim": 466,
-    "parallel": 2495,
+    "parallel": 2552,
     "profile": 957,
     "recipe": 1202,
     "storage": 376,
     "tokenizer": 1799,
-    "training": 4689,
+    "training": 4535,
 }
 
 

@@ -67,11 +67,8 @@ def attention(
     if mask is None:
         return function(q, k, v, causal=causal, scale=scale, **options)
     if not ATTENTION.facts(name).masks:
-        raise UsageError(
-            "attention.no_mask",
-            f"attention kernel {name} does not take a mask",
-            hint="use " + " or ".join(name for name in ATTENTION.names if ATTENTION.facts(name).masks),
-        )
+        hint = "use " + " or ".join(name for name in ATTENTION.names if ATTENTION.facts(name).masks)
+        raise UsageError("attention.no_mask", f"attention kernel {name} does not take a mask", hint=hint)
     return function(q, k, v, causal=causal, scale=scale, mask=mask, **options)
 
 
@@ -122,11 +119,8 @@ def joined_function(name: str) -> Callable[..., Tensor] | None:
     try:
         function: Callable[..., Tensor] = pkgutil.resolve_name(where)
     except (ImportError, AttributeError, ValueError) as error:
-        raise UsageError(
-            "registry.no_function",
-            f"attention kernel {name!r}: its fact joined names no function: {error}",
-            hint='joined = "module:function"',
-        ) from error
+        message = f"attention kernel {name!r}: its fact joined names no function: {error}"
+        raise UsageError("registry.no_function", message, hint='joined = "module:function"') from error
     return function if function.__module__.startswith("lmkit.") else _Checked(name, function, is_joined=True)
 
 

@@ -46,7 +46,7 @@ LARGEST_HEAD_DIM = 256
     check="refuse_unsupported",
     implementation="implementation_for",
     fallback="hopper_refusal",
-    joined="lmkit.attention.joined:flash_triton_joined",
+    joined="lmkit.attention.flash_triton:flash_triton_joined",
     variants={
         "portable": {"implementation": "portable"},
         "hopper": {"implementation": "hopper"},
@@ -139,17 +139,12 @@ def resolve(implementation: str, q: Tensor, k: Tensor, v: Tensor) -> str:
     if implementation == "auto":
         return implementation_for(q, k, v)
     if implementation not in ("portable", "hopper"):
-        raise UsageError(
-            "attention.unknown_implementation",
-            f"flash_triton has no implementation {implementation!r}",
-            hint="there are: auto, portable, hopper",
-        )
+        message = f"flash_triton has no implementation {implementation!r}"
+        hint = "there are: auto, portable, hopper"
+        raise UsageError("attention.unknown_implementation", message, hint=hint)
     if implementation == "hopper" and (reason := hopper_refusal(q, k, v)):
-        raise UsageError(
-            "attention.unsupported",
-            f"flash_triton: the hopper implementation cannot run: {reason}",
-            hint="use 'auto', which falls back to 'portable'",
-        )
+        message = f"flash_triton: the hopper implementation cannot run: {reason}"
+        raise UsageError("attention.unsupported", message, hint="use 'auto', which falls back to 'portable'")
     return implementation
 
 
@@ -251,6 +246,71 @@ class FlashAttentionTriton(torch.autograd.Function):
     @differentiable_once("flash_triton", instead=SECOND_DERIVATIVES)
     def backward(ctx: Any, saved: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return *backward(rows_in_place(grads[0]), *saved, options=ctx.options), None
+
+
+# The heads of a joined projection q|k|v, whose gradient is one array, too: nothing is concatenated.
+
+
+def flash_triton_joined(
+    qkv: Tensor, *, kv_heads: int, head_dim: int, causal: bool = True, first: Tensor | None = None
+) -> Tensor:
+    """Compute `flash_triton` of the heads of a projection.
+
+    Args:
+        qkv: (batch, seq, (heads + 2 kv_heads) * head_dim)
+        kv_heads: of k, and of v.
+        first: as of `flash_triton`.
+
+    Returns:
+        (batch, seq, heads * head_dim)
+
+    Raises:
+        UsageError: this head_dim, dtype or device is not supported.
+    """
+    qkv = qkv if qkv.stride(-1) == 1 else qkv.contiguous()
+    q, k, v = heads_of(qkv, kv_heads, head_dim)
+    if torch.compiler.is_compiling() or qkv.numel() == 0:
+        out = flash_triton(q, k, v, causal=causal, first=first)
+    else:
+        refuse_unsupported(q)
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        precision = "bf16x6" if q.dtype == torch.float32 else "ieee"
+        implementation = implementation_for(q, k, v)
+        first = first_as_read(q, k, first, causal)
+        options = Options(causal, head_dim**-0.5, implementation, deterministic, precision, first)
+        out = JoinedAttention.apply(qkv, (kv_heads, head_dim, options))[0]
+    return out.transpose(1, 2).flatten(2)
+
+
+def heads_of(qkv: Tensor, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return views of q (batch, heads, seq, head_dim), k and v (batch, kv_heads, seq, head_dim)."""
+    heads = qkv.unflatten(-1, (-1, head_dim))  # (batch, seq, heads + 2 kv_heads, head_dim)
+    # Split before they are transposed: autograd concatenates the gradients as they lie in qkv.
+    q, k, v = heads.split((heads.shape[2] - 2 * kv_heads, kv_heads, kv_heads), dim=2)
+    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+
+class JoinedAttention(torch.autograd.Function):
+    """`apply(qkv, (kv_heads, head_dim, options))` returns (out, log-sum-exp)."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, options: tuple[int, int, Options]) -> tuple[Tensor, Tensor]:
+        kv_heads, head_dim, how = ctx.options = options
+        out, lse = forward(*heads_of(qkv, kv_heads, head_dim), how)
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)  # or autograd would allocate zeros as the gradient of lse
+        ctx.save_for_backward(qkv, out, lse)
+        return out, lse
+
+    @staticmethod
+    @differentiable_once("flash_triton_joined", instead=SECOND_DERIVATIVES)
+    def backward(ctx: Any, saved: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        qkv, out, lse = saved
+        kv_heads, head_dim, how = ctx.options
+        grad = qkv.new_empty(qkv.shape)
+        heads, into = heads_of(qkv, kv_heads, head_dim), heads_of(grad, kv_heads, head_dim)
+        backward(rows_in_place(grads[0]), *heads, out, lse, options=how, into=into)
+        return grad, None
 
 
 # The operator for torch.compile resolves the implementation when it runs.

@@ -54,11 +54,8 @@ def sdpa(
     """
     if backend is not None:
         if backend not in BACKENDS:
-            raise UsageError(
-                "attention.unknown_backend",
-                f"sdpa has no backend {backend!r}",
-                hint="there are: " + ", ".join(BACKENDS),
-            )
+            message = f"sdpa has no backend {backend!r}"
+            raise UsageError("attention.unknown_backend", message, hint="there are: " + ", ".join(BACKENDS))
         with sdpa_kernel(BACKENDS[backend]):
             return sdpa(q, k, v, causal=causal, scale=scale, mask=mask, first=first)
     if is_transformed():  # PyTorch's kernels have no forward-mode derivative

@@ -48,11 +48,8 @@ def atomic(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None
     q, k, v, scale = prepare_inputs(q, k, v, scale)
     refuse_unsupported(q)
     if q.shape[3] & (q.shape[3] - 1):
-        raise UsageError(
-            "attention.unsupported",
-            f"flash_triton:atomic: head_dim {q.shape[3]} is not a power of two",
-            hint="measure it at head_dim 64 or 128",
-        )
+        message = f"flash_triton:atomic: head_dim {q.shape[3]} is not a power of two"
+        raise UsageError("attention.unsupported", message, hint="measure it at head_dim 64 or 128")
     return _Atomic.apply(q, k, v, causal, scale)
 
 

@@ -182,11 +182,8 @@ def exact_at(inputs: Inputs, rows: Tensor, arithmetic: Arithmetic = EXACT) -> Re
     """
     operand = arithmetic.operands
     shape = (*inputs.q.shape[:2], len(rows), inputs.q.shape[3])
-    out = torch.zeros(shape, dtype=torch.float64, device=rows.device)
-    dq, dk, dv = (
-        torch.zeros_like(out),
-        *(torch.zeros_like(x, dtype=torch.float64) for x in (inputs.k, inputs.v)),
-    )
+    out, dq = torch.zeros(2, *shape, dtype=torch.float64, device=rows.device)
+    dk, dv = (torch.zeros_like(x, dtype=torch.float64) for x in (inputs.k, inputs.v))
     for head, part, q, k, v, p, dout, dp in _blocks(inputs, rows, arithmetic):
         out[0, head, part] = operand(p) @ v
         if inputs.dout is not None:
@@ -284,18 +281,12 @@ class Gate:
             dout = torch.zeros_like(inputs.dout)
             dout[:, :, self._rows] = inputs.dout[:, :, self._rows]
             self.probe = replace(inputs, dout=dout)
-        self._kept = [
-            (name, tensor, tensor.clone())
-            for name, tensor in [
-                *((name, getattr(inputs, name)) for name in TENSORS),
-                ("dout", self.probe.dout),
-            ]
-            if tensor is not None
-        ]
+        given = [*((name, getattr(inputs, name)) for name in TENSORS), ("dout", self.probe.dout)]
+        self._kept = [(name, tensor, tensor.clone()) for name, tensor in given if tensor is not None]
         batch, kv_heads = inputs.k.shape[:2]
         self._spots = sorted({(0, 0), (batch - 1, kv_heads - 1)})
-        self._exact = self._at_spots(EXACT)
-        self._terms = [terms_at(self.probe.of_key_head(*spot), self._rows) for spot in self._spots]
+        self._exact = self._at_spots(exact_at, EXACT)
+        self._terms = self._at_spots(terms_at, EXACT)
         self._pytorch = inputs.run(sdpa)
         self._pytorch_errors = self._errors(self._cut_out(self.probe.run(sdpa)))
         self._budgets = {EXACT: self._pytorch_errors}
@@ -371,8 +362,8 @@ class Gate:
                 faults.append(f"{name}: not finite")
         return faults
 
-    def _at_spots(self, arithmetic: Arithmetic) -> list[Results]:
-        return [exact_at(self.probe.of_key_head(*spot), self._rows, arithmetic) for spot in self._spots]
+    def _at_spots(self, compute: Callable[..., Results], arithmetic: Arithmetic) -> list[Results]:
+        return [compute(self.probe.of_key_head(*spot), self._rows, arithmetic) for spot in self._spots]
 
     def _cut_out(self, got: Results) -> list[Results]:
         """Return, for each spot, what `exact_at` returns of it: the compared rows of out and dq, all of dk and dv."""
@@ -386,12 +377,10 @@ class Gate:
 
     def _budget(self, arithmetic: Arithmetic) -> Tensor:
         if arithmetic not in self._budgets:
-            emulated = torch.maximum(self._errors(self._at_spots(arithmetic)), self._pytorch_errors)
+            errors = self._errors(self._at_spots(exact_at, arithmetic))
+            emulated = torch.maximum(errors, self._pytorch_errors)
             half = 0.5 * torch.finfo(self.inputs.q.dtype).eps
-            terms = [
-                [half * x for x in terms_at(self.probe.of_key_head(*spot), self._rows, arithmetic)]
-                for spot in self._spots
-            ]
+            terms = [[half * x for x in of_spot] for of_spot in self._at_spots(terms_at, arithmetic)]
             self._budgets[arithmetic] = torch.maximum(emulated, self._relative(terms))
         return self._budgets[arithmetic]
 

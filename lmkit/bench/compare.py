@@ -84,17 +84,12 @@ def compare_files(before: Path, after: Path, *, threshold: float) -> Compared:
     try:
         compared = compare_rows(old, new, smallest_difference=threshold)
     except (TypeError, ValueError, ArithmeticError) as error:
-        raise LmkitError(
-            "rows.damaged",
-            f"{before} or {after}: samples are not positive numbers ({error})",
-            hint="run the bench that wrote the file again",
-        ) from None
+        message = f"{before} or {after}: samples are not positive numbers ({error})"
+        raise LmkitError("rows.damaged", message, hint="run the bench that wrote the file again") from None
     if all(row["verdict"] in ("new", "missing") for row in compared.rows):
-        raise UsageError(
-            "compare.nothing_in_common",
-            f"{after}: no measurement of {before} is in it",
-            hint="compare two results of the same bench and recipe",
-        )
+        message = f"{after}: no measurement of {before} is in it"
+        hint = "compare two results of the same bench and recipe"
+        raise UsageError("compare.nothing_in_common", message, hint=hint)
     return compared
 
 

@@ -75,11 +75,9 @@ def failure_on_any_rank_is_a_row(row: dict[str, Any], context: Context, note: st
     ranks.store.set(f"{end}/{ranks.rank}", "")
     if row["status"] != "ok" and absent_ranks(ranks.store, end, ranks.world_size, PATIENCE_S):
         context.journal.add([row])
-        raise RankGaveUp(
-            "bench.rank_failed",
-            f"rank {ranks.rank}: {row['status']}: {row.get('detail', '')}",
-            hint="leave the variant out, or let --nproc start the ranks: it goes on with the other variants",
-        )
+        message = f"rank {ranks.rank}: {row['status']}: {row.get('detail', '')}"
+        hint = "leave the variant out, or let --nproc start the ranks: it goes on with the other variants"
+        raise RankGaveUp("bench.rank_failed", message, hint=hint)
     of_ranks: list[Any] = [None] * ranks.world_size
     dist.all_gather_object(of_ranks, {key: row.get(key, "") for key in ("status", "detail")})
     if failed := next((other for other in of_ranks if other["status"] != "ok"), None):

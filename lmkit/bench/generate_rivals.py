@@ -41,11 +41,9 @@ class TransformersWriter:
         )
         self.model: nn.Module = LlamaForCausalLM(shape).eval()
         self.model.to(device=device, dtype=dtype)
-        self.forward = (
-            torch.compile(self.model.forward, mode="reduce-overhead", fullgraph=True)
-            if compiled
-            else self.model.forward
-        )
+        self.forward = self.model.forward
+        if compiled:
+            self.forward = torch.compile(self.forward, mode="reduce-overhead", fullgraph=True)
         self.context, self.capacity = context, config.context_length
         self.cache = StaticCache(config=shape, max_cache_len=self.capacity)
         self.prompt_cache = StaticCache(config=shape, max_cache_len=self.capacity)

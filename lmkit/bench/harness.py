@@ -183,11 +183,9 @@ def _on_rank(name: str, recipe: Recipe, journal: Journal, progress: Progress) ->
     with ranks_of(recipe) as ranks, losses_named(ranks, "in the bench"), numerics(recipe.run, ranks):
         if BENCHES.facts(name).ranks == "required" and ranks.world_size < 2:
             command = f"lmkit bench {name.replace('_', '-')}"
-            raise UsageError(
-                "bench.needs_ranks",
-                f"{command}: there is one process, and nothing to synchronize",
-                hint=f"start ranks: {command} RECIPE --nproc 2, or torchrun --nproc-per-node 2 -m lmkit ...",
-            )
+            message = f"{command}: there is one process, and nothing to synchronize"
+            hint = f"start ranks: {command} RECIPE --nproc 2, or torchrun --nproc-per-node 2 -m lmkit ..."
+            raise UsageError("bench.needs_ranks", message, hint=hint)
         context = Context(recipe, recipe.bench_table(name), ranks, progress, journal)
         rows = BENCHES.load(name)(context)
         if not isinstance(rows, list):

@@ -315,19 +315,14 @@ def tokens_of(options: Options, seed: int) -> np.ndarray:
 
 def check_batches(options: Options, shortest: int, ranks: Ranks) -> None:
     """Refuse a batch that the ranks do not divide, and a context longer than the shortest part of the text."""
-    if options.batch_size % ranks.world_size:
-        raise UsageError(
-            "bench.batch_size",
-            f"bench.lm_matrix.batch_size: {options.batch_size} is not divisible by {ranks.world_size} ranks",
-            hint=f"give a multiple of {ranks.world_size}",
-        )
-    if shortest <= options.context_length:
-        raise UsageError(
-            "bench.context_length",
-            f"bench.lm_matrix.context_length: {options.context_length} + 1 tokens are more than the held-out text "
-            f"has, {shortest}",
-            hint="give a shorter context, or a longer text",
-        )
+    size, length, count = options.batch_size, options.context_length, ranks.world_size
+    if size % count:
+        message = f"bench.lm_matrix.batch_size: {size} is not divisible by {count} ranks"
+        raise UsageError("bench.batch_size", message, hint=f"give a multiple of {count}")
+    if shortest <= length:
+        more = f"{length} + 1 tokens are more than the held-out text has, {shortest}"
+        message, hint = f"bench.lm_matrix.context_length: {more}", "give a shorter context, or a longer text"
+        raise UsageError("bench.context_length", message, hint=hint)
 
 
 def batches_of(context: Context, tokens: np.ndarray, ranks: Ranks) -> TokenBatches:
@@ -398,9 +393,8 @@ def pictures(rows: Rows) -> dict[str, bytes]:
 
     def bars(rows: Rows, column: Column, title: str, group: str = "kernel") -> bytes:
         series = "strategy" if group == "kernel" else None
-        return grouped_bars(
-            rows, column, group=group, series=series, title=f"{title} ({ranks})", x_label=group
-        )
+        title = f"{title} ({ranks})"
+        return grouped_bars(rows, column, group=group, series=series, title=title, x_label=group)
 
     of_time = bars(rows, TIME, "Time per training step")
     files = {"time": of_time, "memory": bars(rows, MEMORY, "Peak memory of one rank")}
@@ -408,11 +402,8 @@ def pictures(rows: Rows) -> dict[str, bytes]:
     headline = [row for row in rows if row["strategy"] in (ONE_RANK, "naive", "bucketed")]
     if len({row["strategy"] for row in headline}) > 1:
         files["headline"] = bars(headline, THROUGHPUT, "One rank, naive, bucketed and overlapped")
-    curves = {
-        f"{row['kernel']}, {row['strategy']}": list(enumerate(row["losses"], 1))
-        for row in rows
-        if row["status"] == "ok"
-    }
+    trained = [row for row in rows if row["status"] == "ok"]
+    curves = {f"{row['kernel']}, {row['strategy']}": list(enumerate(row["losses"], 1)) for row in trained}
     title = "Convergence, same start and batches"
     files["convergence"] = loss_curve(curves, title=title, x_label="optimizer step")
     found = {f"lm_matrix_{name}.png": picture for name, picture in files.items()}

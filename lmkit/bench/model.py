@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache, partial
+from itertools import product
 from operator import methodcaller
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -96,9 +97,7 @@ def model(context: Context) -> Rows:
         config = _config(options.sizes[0], options.lengths[0], compiled, options)
         rows += [_study_warmup(config, warmup, context) for warmup in options.warmup_study]
     context.keep(rows)
-    models = [
-        (size, length, how) for size in options.sizes for length in options.lengths for how in options.compile
-    ]
+    models = list(product(options.sizes, options.lengths, options.compile))
     rows += context.rows_of("models", models, lambda case: _measure(_config(*case, options), context, limits))
     return [_with_its_fault(row, rows) if row["part"] == "warm-up" else row for row in rows]
 

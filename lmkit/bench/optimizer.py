@@ -7,17 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from lmkit.bench import ddp_variants
 from lmkit.bench.context import Context
 from lmkit.bench.ddp import measure
-from lmkit.bench.ddp_variants import (
-    SOLO,
-    TORCH_ZERO,
-    RanksOptions,
-    case_of,
-    is_sharded,
-    parallel_of,
-    reference_of,
-)
+from lmkit.bench.ddp_variants import RanksOptions
 from lmkit.bench.trainings import SPREAD
 from lmkit.errors import UsageError
 from lmkit.measure.memory import PeakMemory, claim_workspaces, track_peak
@@ -34,23 +27,21 @@ class Options(RanksOptions):
 
 def default_variants() -> tuple[str, ...]:
     """Return a strategy with whole state, every strategy that shards it (with bf16 weights, too), PyTorch's ZeRO."""
-    sharded = [name for name in STRATEGIES.names if is_sharded(name)]
+    sharded = [name for name in STRATEGIES.names if ddp_variants.is_sharded(name)]
     halved = [f"{name} bf16" for name in sharded if "weights" in STRATEGIES.facts(name).uses]
-    return ("bucketed", *sharded, *halved, TORCH_ZERO)
+    return ("bucketed", *sharded, *halved, ddp_variants.TORCH_ZERO)
 
 
 def check(recipe: Any) -> None:
     """Refuse unknown variants, those of one rank, and a model without a vocabulary before ranks start."""
     options = recipe.bench_table("optimizer")
-    case_of(recipe, options, "optimizer")
+    ddp_variants.case_of(recipe, options, "optimizer")
     for name in options.variants:
-        parallel_of(name, recipe.parallel, "optimizer")
-        if name in SOLO:
-            raise UsageError(
-                "bench.not_of_all_ranks",
-                f"bench.optimizer.variants: {name!r} trains on one rank",
-                hint='use "none": its ranks agree on every step, and each holds what one rank would',
-            )
+        ddp_variants.parallel_of(name, recipe.parallel, "optimizer")
+        if name in ddp_variants.SOLO:
+            message = f"bench.optimizer.variants: {name!r} trains on one rank"
+            hint = 'use "none": its ranks agree on every step, and each holds what one rank would'
+            raise UsageError("bench.not_of_all_ranks", message, hint=hint)
 
 
 @BENCHES.register(
@@ -69,10 +60,10 @@ def optimizer(context: Context) -> Rows:
     the first variant with whole state. The other bytes are allocated by CUDA (None on a CPU).
     """
     options = context.options
-    case = case_of(context.recipe, options, "optimizer")
+    case = ddp_variants.case_of(context.recipe, options, "optimizer")
     names = options.variants or default_variants()
     claim_workspaces(context.device)
-    seen = reference_of(names, case, context.ranks)
+    seen = ddp_variants.reference_of(names, case, context.ranks)
     known = {row["variant"]: row for row in context.journal.rows()}  # where the ranks have started again
     rows: Rows = []
     for name in context.each("optimizer", names):
@@ -84,7 +75,7 @@ def optimizer(context: Context) -> Rows:
         state = row.get("state_bytes") if row["status"] == "ok" else None
         rows.append(row | {"precision": options.precision, "state_bytes": state})
         context.keep(rows[-1:])
-    whole = next((row["state_bytes"] for row in rows if not is_sharded(row["variant"])), None)
+    whole = next((row["state_bytes"] for row in rows if not ddp_variants.is_sharded(row["variant"])), None)
     for row in rows:
         row["state_share"] = row["state_bytes"] / whole if whole and row["state_bytes"] is not None else None
     return rows

@@ -56,11 +56,9 @@ def read_rows(path: Path) -> Rows:
                 raise ValueError("not an object")
             json.dumps(row, ensure_ascii=False, allow_nan=False).encode()  # refuses NaN and half characters
         except (ValueError, RecursionError) as error:
-            raise LmkitError(
-                "rows.damaged",
-                f"{path}: line {number} is not a JSON object ({error})",
-                hint="results are JSON lines; run the command that wrote the file again",
-            ) from None
+            message = f"{path}: line {number} is not a JSON object ({error})"
+            hint = "results are JSON lines; run the command that wrote the file again"
+            raise LmkitError("rows.damaged", message, hint=hint) from None
         if "contender" in row:  # records of before 0.2.0
             row["variant"] = row.pop("contender")
         rows.append(row)
@@ -95,10 +93,8 @@ def find_results(root: Path, parts: Sequence[str] = ("",)) -> list[Results]:
             facts = path.parent / ENVIRONMENT
             environment = read_rows(facts)[0] if by_kind and facts.is_file() else {}
             pictures = tuple(sorted(picture.name for picture in path.parent.glob("*.png")))
-            found += [
-                Results(str(kind), path.relative_to(root), rows, environment, pictures)
-                for kind, rows in by_kind.items()
-            ]
+            for kind, rows in by_kind.items():
+                found.append(Results(str(kind), path.relative_to(root), rows, environment, pictures))
     if not found:
         raise UsageError("report.no_results", f"{searched}: no results of a bench or a profile", hint=hint)
     return found
@@ -143,9 +139,8 @@ def write_reports(
     found = find_results(root, parts)
     target = output or root / parts[0] / "reports"
     paths = {name: target / f"{name}.md" for name in WRITE_UPS}
-    explained = {
-        name: (Path(__file__).parent / "explained" / f"{name}.md").read_text("utf-8") for name in paths
-    }
+    texts = Path(__file__).parent / "explained"
+    explained = {name: (texts / f"{name}.md").read_text("utf-8") for name in paths}
     for name, path in paths.items():
         title = explained[name].partition("\n")[0]
         is_ours = path.is_file() and read_input(path).startswith(f"{title}\n".encode())
@@ -161,9 +156,8 @@ def write_reports(
         for results in chosen:
             figures += _section(results, profiles, root.resolve(), target.resolve(), short)
         introduction, heading, how = explained[name].partition("## How it works\n")
-        write_atomic(
-            paths[name], document(introduction, bullets(short), heading, how, "## Figures", *figures)
-        )
+        text = document(introduction, bullets(short), heading, how, "## Figures", *figures)
+        write_atomic(paths[name], text)
         written.append(str(paths[name]))
     searched = " and ".join(str(root / part) for part in parts)
     sources = tuple(results.path.as_posix() for results in found)
@@ -199,8 +193,5 @@ def _or_damaged(where: object, read: Callable[[], Made]) -> Made:
     try:
         return read()
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, StopIteration) as error:
-        raise LmkitError(
-            "rows.damaged",
-            f"{where}: not what `lmkit bench` writes ({type(error).__name__}: {error})",
-            hint="run the command that wrote the file again",
-        ) from None
+        message = f"{where}: not what `lmkit bench` writes ({type(error).__name__}: {error})"
+        raise LmkitError("rows.damaged", message, hint="run the command that wrote the file again") from None

@@ -157,10 +157,8 @@ def _measure(size: str, context: Context, limits: Limits) -> Rows:
     parts = step_work(config, SIZES[size][0], element_bytes=4 if options.precision == "fp32" else 2)
 
     def figures(variant: str, samples_ms: list[float]) -> dict[str, Any]:
-        flops, num_bytes = limits.matmul_flops[options.precision], limits.copy_bytes_per_s
-        floors = {
-            name: 1e3 * max(part.flops / flops, part.num_bytes / num_bytes) for name, part in parts.items()
-        }
+        rate, speed = limits.matmul_flops[options.precision], limits.copy_bytes_per_s
+        floors = {name: 1e3 * max(part.flops / rate, part.num_bytes / speed) for name, part in parts.items()}
         return speed_fields(samples_ms, context, limits, **work) | {"floor_ms": floors}
 
     measure_figures(variants, context, limits, figures)
@@ -260,9 +258,8 @@ COLUMNS = (
 def tables(rows: Rows) -> dict[str, str]:
     """Return the ms per step that each class of kernels takes, beside its floor, a table for each size."""
     found = {}
-    for size, members in grouped(
-        [row for row in rows if row.get("class_ms")], lambda row: row["size"]
-    ).items():
+    profiled = [row for row in rows if row.get("class_ms")]
+    for size, members in grouped(profiled, lambda row: row["size"]).items():
         columns = [Column("class", "ms"), Column("floor", "floor", ".2f")]
         columns += [Column(row["variant"], row["variant"], ".2f") for row in members]
         floors: dict[str, float] = next((row["floor_ms"] for row in members if row.get("floor_ms")), {})

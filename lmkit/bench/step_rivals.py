@@ -152,9 +152,8 @@ class RivalStep:
             self.model = make(config).to(device)
         if compiled:
             self.model.compile()
-        self.optimizer = torch.optim.AdamW(
-            decay_groups(self.model.parameters(), 0.1), lr=3e-4, betas=(0.9, 0.95), fused=True
-        )
+        groups = decay_groups(self.model.parameters(), 0.1)
+        self.optimizer = torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), fused=True)
         self._device, self._batches, self._narrow = device, batches, precision != "fp32"
         self._done = 0
 

@@ -198,11 +198,8 @@ def report_body(summary: Summary, environment: Mapping[str, Any], level: int = 2
     if found := [*summary.wrong, *summary.findings]:
         parts += [f"{heading} What was found", bullets(found)]
     if columns := summary.filled():
-        parts += [
-            f"{heading} Results",
-            markdown_table(summary.rows, columns),
-            bullets(summary.explained(columns)),
-        ]
+        table = markdown_table(summary.rows, columns)
+        parts += [f"{heading} Results", table, bullets(summary.explained(columns))]
     for title, table in summary.tables.items():
         parts += [f"{heading} {title}", table]
     if reasons := summary.not_measured:

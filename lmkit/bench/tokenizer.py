@@ -118,14 +118,10 @@ def measure(job: Job, context: Context, folder: Path) -> Rows:
 
     def figures(name: str, samples_ms: list[float]) -> dict[str, Any]:
         fields = time_fields(samples_ms)
-        return fields | {
-            "median_s": fields["median_ms"] / 1e3,
-            "mb_per_s": num_bytes / 1e3 / fields["median_ms"],
-        }
+        ms = fields["median_ms"]
+        return fields | {"median_s": ms / 1e3, "mb_per_s": num_bytes / 1e3 / ms}
 
-    variants = {
-        name: Variant(row=rows[name], make=partial(jobs.__getitem__, name), run=_run) for name in jobs
-    }
+    variants = {name: Variant(rows[name], make=partial(jobs.__getitem__, name), run=_run) for name in jobs}
     turns = {"rounds": context.options.rounds, "clock": JobClock()}
     believed = measure_figures(variants, context, None, figures, **turns)
     for name in believed if OURS in believed else ():

@@ -271,12 +271,9 @@ def _difference(own: Seen, true: Seen, budget: Budget) -> str:
         found[f"the gradient of {name}"] = _size(gradient - wanted) / max(_size(wanted), least)
     moved = (name for name in own.weights if _size(true.gradients[name]) >= least)
     changes = {f"the change of {name}": _change(name, own, true) for name in moved}
-    # One flipped sign among n elements is a relative error of 2 / sqrt(n).
     limits = dict.fromkeys(found, budget.gradients)
-    limits |= {
-        f"the change of {name}": budget.changes * (1 + 2 / math.sqrt(own.weights[name].numel()))
-        for name in own.weights
-    }
+    for name, weight in own.weights.items():  # one flipped sign among n is a relative error of 2 / sqrt(n)
+        limits[f"the change of {name}"] = budget.changes * (1 + 2 / math.sqrt(weight.numel()))
     for what, error in sorted([*found.items(), *changes.items()], key=lambda x: -x[1] / limits[x[0]]):
         if not error <= limits[what]:  # so that NaN is a fault
             return f"{what}: relative error {error:.2g}, allowed {limits[what]:.2g}"

@@ -101,12 +101,8 @@ class Commands(TyperGroup):
     """Name -> function, keys of the recipe, and settings."""
 
     def __init__(self, help: str = "", *, example: str = "", **settings: Any) -> None:  # noqa: A002  Typer's name
-        settings = {
-            "epilog": f"Example: {example}",
-            "rich_markup_mode": None,
-            "no_args_is_help": True,
-        } | settings
-        super().__init__(help=help, **settings)
+        usual: Any = {"epilog": f"Example: {example}", "rich_markup_mode": None, "no_args_is_help": True}
+        super().__init__(help=help, **usual | settings)
 
     def add(
         self, *examples: str, name: str | None = None, keys: Sequence[str] = (), **settings: Any

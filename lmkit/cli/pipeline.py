@@ -530,16 +530,8 @@ def _encode(run: Pipeline) -> Outputs:
             template = read_template(run.folder / run_folder.CHAT_TEMPLATE)
             encode_chat(sources, path, tokenizer, template, progress=run.progress)
         else:
-            encode_corpus(
-                sources,
-                path,
-                tokenizer,
-                workers=run.recipe.data.workers,
-                errors=run.corpus.errors,
-                separator=run.record.mark,
-                force=True,
-                progress=run.progress,
-            )
+            how: Any = {"workers": run.recipe.data.workers, "errors": run.corpus.errors, "force": True}
+            encode_corpus(sources, path, tokenizer, separator=run.record.mark, progress=run.progress, **how)
         outputs[part] = list(filter(Path.exists, map(path.with_suffix, PARTS)))
     return outputs
 

@@ -239,9 +239,8 @@ def _implementation(name: str) -> str:
     import torch
 
     # The fastest kernels take these queries: one head of bf16, 128 wide.
-    probe = torch.empty(
-        1, 1, 1, 128, dtype=torch.bfloat16, device="cuda" if torch.cuda.is_available() else "cpu"
-    )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    probe = torch.empty(1, 1, 1, 128, dtype=torch.bfloat16, device=device)
 
     def ask(function: str | None) -> str | None:
         return None if function is None else ATTENTION.function_of(name, function)(probe, probe, probe)

@@ -52,12 +52,7 @@ def run(
     from lmkit.cli import pipeline
 
     recipes = [loaded] if seeds is None else _with_seeds(loaded, seeds)
-    options: dict[str, Any] = {
-        "from_stage": from_stage,
-        "skip_data": skip_data,
-        "force": force,
-        "nproc": nproc,
-    }
+    options: Any = {"from_stage": from_stage, "skip_data": skip_data, "force": force, "nproc": nproc}
     results: list[Result | None] = []
     if dry_run or seeds is not None:  # no run starts before another one is refused
         results = [pipeline.plan(it, **options) for it in recipes]
@@ -83,7 +78,5 @@ def _with_seeds(recipe: Recipe, count: int) -> list[Recipe]:
         hint = "name the folder of the runs: --set run.name=..."
         message = f"{folder}: is a run itself; --seeds makes runs in it"
         raise UsageError("run.seeds_in_a_run", message, hint=hint)
-    return [
-        recipe.changed(run={"folder": folder, "name": f"seed-{seed}", "seed": seed})
-        for seed in range(first, first + count)
-    ]
+    runs = ({"folder": folder, "name": f"seed-{seed}", "seed": seed} for seed in range(first, first + count))
+    return [recipe.changed(run=run) for run in runs]

@@ -246,11 +246,9 @@ def _find_cut(file: BinaryIO, table: CorpusConfig, mark: str | None) -> int:
         while 0 < wanted < size and text[wanted] & 0xC0 == 0x80:  # UTF-8 continuation byte
             wanted -= 1
     if not 0 < wanted < last:
-        raise UsageError(
-            "corpus.too_short",
-            f"corpus.train: {table.train[0]}: no part of about {table.valid_fraction:.3g} of it can be held out",
-            hint="name a file of its own in corpus.valid, or another corpus.valid_fraction",
-        )
+        message = f"no part of about {table.valid_fraction:.3g} of it can be held out"
+        hint = "name a file of its own in corpus.valid, or another corpus.valid_fraction"
+        raise UsageError("corpus.too_short", f"corpus.train: {table.train[0]}: {message}", hint=hint)
     return wanted
 
 
@@ -326,9 +324,8 @@ def _text_pieces(stream: IO[bytes] | gzip.GzipFile, path: Path, table: CorpusCon
     data, offset = b"", 0
     while block := stream.read(CHUNK_BYTES):
         data += block
-        _, cut = codecs.utf_8_decode(
-            data, "replace", False
-        )  # without the beginning of a character at the end
+        # Without the beginning of a character at the end.
+        _, cut = codecs.utf_8_decode(data, "replace", False)
         yield valid_utf8(Chunk(0, offset, cut, data[:cut]), path, table.errors)
         data, offset = data[cut:], offset + cut
     if data:

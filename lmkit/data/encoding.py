@@ -168,9 +168,7 @@ class _Encoding:
                     *(some_of(self._sources), unknown_marks, END_OF_TEXT, END_OF_TEXT),
                 )
             if inside:
-                counted = (
-                    f"{number} times {tokenizer.vocab[i].decode()}" for i, number in inside.most_common(3)
-                )
+                counted = (f"{n} times {tokenizer.vocab[i].decode()}" for i, n in inside.most_common(3))
                 _log.warning(
                     "%s: %s inside documents: special tokens, which are no text and have no bytes; if one ends a "
                     "document, say so: corpus.separator or tokenizer.end_of_text, --separator or --end-of-text",

@@ -380,21 +380,17 @@ def starts_that_count(file: TokenFile, starts: np.ndarray, context_length: int) 
 def check_divisible(batch_size: int, ranks: int, accumulation: int) -> None:
     """Refuse a batch that ranks x accumulation steps do not divide ("batches.indivisible")."""
     if batch_size % (ranks * accumulation):
-        raise UsageError(
-            "batches.indivisible",
-            f"train.batch_size = {batch_size} is not divisible by {ranks} ranks x {accumulation} accumulation steps",
-            hint=f"use a multiple of {ranks * accumulation}",
-        )
+        parts = f"{ranks} ranks x {accumulation} accumulation steps"
+        message = f"train.batch_size = {batch_size} is not divisible by {parts}"
+        raise UsageError("batches.indivisible", message, hint=f"use a multiple of {ranks * accumulation}")
 
 
 def check_length(tokens: np.ndarray, context_length: int) -> None:
     """Refuse fewer than `context_length + 1` token ids, one window and its targets ("tokens.too_short")."""
-    if len(tokens) < context_length + 1:
-        raise UsageError(
-            "tokens.too_short",
-            f"{_name(tokens)}: {len(tokens)} tokens, but model.context_length + 1 = {context_length + 1}",
-            hint="use a longer text or a shorter model.context_length",
-        )
+    if len(tokens) < (needed := context_length + 1):
+        message = f"{_name(tokens)}: {len(tokens)} tokens, but model.context_length + 1 = {needed}"
+        hint = "use a longer text or a shorter model.context_length"
+        raise UsageError("tokens.too_short", message, hint=hint)
 
 
 def _name(tokens: np.ndarray) -> str:

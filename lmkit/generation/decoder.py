@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -41,10 +41,6 @@ from lmkit.model.accounting import count_parameters
 from lmkit.model.memory import SWITCHES
 from lmkit.model.transformer import TransformerLM, is_original, join
 from lmkit.registry import ATTENTION
-
-if TYPE_CHECKING:
-    from lmkit.recipe.tables import ModelConfig
-
 
 Newest = tuple[list[Tensor], torch.cuda.Event | None]
 """The tokens of a step on their way to the host, see `Decoder.newest`."""
@@ -130,7 +126,7 @@ class Decoder:
         runs_kernels = can_run_kernels(model) if kernels is None else kernels
         self.fp8 = weights == "fp8"
         if self.fp8:
-            check_fp8(config, self.device, rows, runs_kernels=runs_kernels)
+            check_fp8(self.device, rows, runs_kernels=runs_kernels)
         check_memory(model, rows, sampling, kernels=runs_kernels, fp8=self.fp8)
         self.cache = KVCache(model, rows)
 
@@ -347,7 +343,7 @@ def can_run_kernels(model: TransformerLM) -> bool:
     )
 
 
-def check_fp8(config: ModelConfig, device: torch.device, rows: int, *, runs_kernels: bool) -> None:
+def check_fp8(device: torch.device, rows: int, *, runs_kernels: bool) -> None:
     """Raise if a step with fp8 weights would not be faster: without the kernels, or with more than a few rows."""
     same = 'set generate.weights to "same"'
     if not runs_kernels or (device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9)):

@@ -256,11 +256,9 @@ def draw_tokens(
                 continue
             token = tokens[row]
             if token < 0:
-                raise LmkitError(
-                    "generate.not_finite",
-                    "the model's predictions are not finite numbers",
-                    hint="its training diverged; use an older checkpoint",
-                )
+                message = "the model's predictions are not finite numbers"
+                hint = "its training diverged; use an older checkpoint"
+                raise LmkitError("generate.not_finite", message, hint=hint)
             found = Drawn(seat.number, token, logprobs[0][row] if logprobs else None)
             # Python runs no signal's handler between these lines and the yield.
             seat.ended = token in stops

@@ -26,11 +26,9 @@ def enable_ranges(kind: Literal["nvtx", "kineto"]) -> None:
         ranges.recorder = torch.profiler.record_function
         return
     if not nvtx_is_available():
-        raise UsageError(
-            "profile.no_nvtx",
-            "NVTX ranges need a CUDA build of torch or the nvtx package",
-            hint="pip install 'nvtx==0.2.10', or profile a recipe without it: lmkit profile kineto RECIPE",
-        )
+        message = "NVTX ranges need a CUDA build of torch or the nvtx package"
+        hint = "pip install 'nvtx==0.2.10', or profile a recipe without it: lmkit profile kineto RECIPE"
+        raise UsageError("profile.no_nvtx", message, hint=hint)
     if torch.version.cuda is not None:
         push, pop = torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop
     else:
@@ -65,11 +63,8 @@ def enable_ranges_from_environment() -> None:
     if kind in ("nvtx", "kineto"):
         enable_ranges(kind)  # type: ignore[arg-type]
     elif kind:
-        raise UsageError(
-            "profile.unknown_ranges",
-            f"{ENVIRONMENT_VARIABLE}={kind}: not a kind of range",
-            hint="use nvtx or kineto, or unset it",
-        )
+        message = f"{ENVIRONMENT_VARIABLE}={kind}: not a kind of range"
+        raise UsageError("profile.unknown_ranges", message, hint="use nvtx or kineto, or unset it")
 
 
 def nvtx_is_available() -> bool:

@@ -137,8 +137,6 @@ def paired_ratio(candidate: Sequence[float], baseline: Sequence[float]) -> Paire
     `speedup` is the median over rounds. A difference is named only if the median's interval excludes 1 and the median
     is at least `SMALLEST_DIFFERENCE` away from it.
     """
-    if len(candidate) != len(baseline):
-        raise ValueError(f"need equally many samples of both, got {len(candidate)} and {len(baseline)}")
     _refuse_bad_times(candidate, baseline)
     ratios = [base / own for own, base in zip(candidate, baseline, strict=True)]
     speedup, interval = median(ratios), median_interval(ratios)

@@ -20,11 +20,8 @@ def preset_config(name: str, *, vocab_size: int, context_length: int, **changes:
         UsageError: no size has this name.
     """
     if name not in PRESETS:
-        raise UsageError(
-            "model.unknown_preset",
-            f"no model size is called {name!r}{did_you_mean(name, PRESETS)}",
-            hint="there are: " + ", ".join(PRESETS),
-        )
+        message = f"no model size is called {name!r}{did_you_mean(name, PRESETS)}"
+        raise UsageError("model.unknown_preset", message, hint="there are: " + ", ".join(PRESETS))
     sizes: dict[str, Any] = {"vocab_size": vocab_size, "context_length": context_length}
     return ModelConfig(**{**PRESETS[name], **sizes, **changes})
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmkit.attention.joined import heads_of
+from lmkit.attention.flash_triton import heads_of
 from lmkit.core.loss import SliceGradient
 from lmkit.errors import UsageError
 from lmkit.kernels.cross_entropy import linear_cross_entropy

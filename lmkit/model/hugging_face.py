@@ -43,6 +43,7 @@ SWITCHES = frozenset({"qkv_bias", "qk_norm"})
 _MOST_BYTES = 1 << 22
 _ADAPTER = "adapter_config.json"
 _LONGEST_CONTEXT = 1 << 24
+_AGAIN = "copy or download the file again"
 
 
 # Weights
@@ -167,11 +168,9 @@ def read_config(path: Path, *, context_length: int | None = None) -> ModelConfig
     longest = config.max_position_embeddings
     length = longest if context_length is None else context_length
     if not 0 < length <= min(longest, _LONGEST_CONTEXT):
-        raise UsageError(
-            "import.context_length",
-            f"{path}: a context of {length} tokens; max_position_embeddings is {longest}",
-            hint=f"give --context-length, at most {min(longest, _LONGEST_CONTEXT)}",
-        )
+        message = f"{path}: a context of {length} tokens; max_position_embeddings is {longest}"
+        hint = f"give --context-length, at most {min(longest, _LONGEST_CONTEXT)}"
+        raise UsageError("import.context_length", message, hint=hint)
     rope = config.rope_parameters or config.rope_scaling or _Rope()
     refused = list(_inexpressible(config, rope, length))
     if path.with_name(_ADAPTER).is_file():  # transformers applies it
@@ -210,20 +209,16 @@ def read_config(path: Path, *, context_length: int | None = None) -> ModelConfig
 
 
 def _parse(path: Path) -> _Config:
-    hint = "copy or download the file again"
     try:
         content = read_object(path, most_bytes=_MOST_BYTES)
     except OSError as error:
         where = "name the folder of a model: config.json, *.safetensors, tokenizer.json"
         raise UsageError("import.no_config", f"{path}: {reason(error)}", hint=where) from error
     except ValueError as error:
-        raise LmkitError("import.damaged_config", f"{path}: {error}", hint=hint) from None
+        raise LmkitError("import.damaged_config", f"{path}: {error}", hint=_AGAIN) from None
     if content.get("model_type") not in tuple(ARCHITECTURES):  # perhaps not hashable
-        raise UsageError(
-            "import.unsupported",
-            f"{path}: model_type {json.dumps(content.get('model_type'))[:60]} is not supported",
-            hint=f"lmkit imports {', '.join(ARCHITECTURES)}",
-        )
+        message = f"{path}: model_type {json.dumps(content.get('model_type'))[:60]} is not supported"
+        raise UsageError("import.unsupported", message, hint=f"lmkit imports {', '.join(ARCHITECTURES)}")
     try:
         return _Config.model_validate({**_DEFAULTS[content["model_type"]], **content})
     except ValidationError as error:
@@ -231,12 +226,9 @@ def _parse(path: Path) -> _Config:
 
 
 def _damaged(path: Path, error: ValidationError) -> LmkitError:
-    wrong = [
-        f"{'.'.join(map(str, detail['loc'])) or 'the model'}: {detail['msg']}"
-        for detail in error.errors(include_url=False)
-    ]
-    hint = "copy or download the file again"
-    return LmkitError("import.damaged_config", f"{path}: {'; '.join(wrong)}", hint=hint)
+    found = error.errors(include_url=False)
+    wrong = [f"{'.'.join(map(str, detail['loc'])) or 'the model'}: {detail['msg']}" for detail in found]
+    return LmkitError("import.damaged_config", f"{path}: {'; '.join(wrong)}", hint=_AGAIN)
 
 
 def _rope_type(rope: _Rope) -> str:
@@ -295,23 +287,14 @@ def config_json(
         UsageError: the architecture cannot express the model ("export.unsupported").
     """
     if not ATTENTION.facts(config.attention).sees_all:
-        raise UsageError(
-            "export.unsupported",
-            f'model.attention: "{config.attention}" does not see all keys, and Llama\'s attention does',
-            hint="train with another attention kernel",
-        )
-    if foreign := sorted(config.switches - SWITCHES):
-        raise UsageError(
-            "export.unsupported",
-            f"{', '.join(f'model.{key}' for key in foreign)}: Llama's and Qwen's architectures have no such switch",
-            hint="train without, or generate with lmkit",
-        )
+        message = f'model.attention: "{config.attention}" does not see all keys, and Llama\'s attention does'
+        raise UsageError("export.unsupported", message, hint="train with another attention kernel")
+    if foreign := ", ".join(f"model.{key}" for key in sorted(config.switches - SWITCHES)):
+        message = f"{foreign}: Llama's and Qwen's architectures have no such switch"
+        raise UsageError("export.unsupported", message, hint="train without, or generate with lmkit")
     if config.qkv_bias and config.qk_norm:
-        raise UsageError(
-            "export.unsupported",
-            "model.qkv_bias with model.qk_norm: Qwen2's architecture has the first, Qwen3's the second",
-            hint="train with one of them, or generate with lmkit",
-        )
+        message = "model.qkv_bias with model.qk_norm: Qwen2's architecture has the first, Qwen3's the second"
+        raise UsageError("export.unsupported", message, hint="train with one of them, or generate with lmkit")
     kind = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias and not biased_llama else "llama"
     scaling = {key: getattr(config, f"rope_{key}") for key in _ROPE_KEYS[config.rope_scaling]}
     if config.rope_scaling == "llama3":

@@ -302,9 +302,8 @@ def step_memory(
 
     stream, hidden = tokens * form.stream * d, tokens * product * d
     logits, loss_only = _loss(config, form, tokens)
-    of_sums = (
-        product if form.reuses_memory and tokens <= tokens_per_slice(config.vocab_size, "fused") else FLOAT
-    )
+    one_slice = tokens <= tokens_per_slice(config.vocab_size, "fused")
+    of_sums = product if form.reuses_memory and one_slice else FLOAT
     loss = hidden + of_sums * table + COUNT
     # While the head's gradient is scaled and rounded to the weights' dtype.
     narrow_head = product if product < of_sums else 0

@@ -20,9 +20,6 @@ def make_sgd(groups: list[dict[str, Any]], options: OptimizerConfig) -> torch.op
     own: dict[str, Any] = {**OPTIMIZERS.facts("sgd").options, **options.options}
     lowest = "above 0 with nesterov" if own["nesterov"] else "0 or more"
     if not 0 <= own["momentum"] < 1 or (own["nesterov"] and own["momentum"] == 0):
-        raise UsageError(
-            "optimizer.momentum",
-            f"optimizer.options.momentum: {own['momentum']} is not {lowest} and below 1",
-            hint="the default is 0.9",
-        )
+        message = f"optimizer.options.momentum: {own['momentum']} is not {lowest} and below 1"
+        raise UsageError("optimizer.momentum", message, hint="the default is 0.9")
     return torch.optim.SGD(groups, lr=options.lr, **own)

@@ -173,10 +173,8 @@ def profile_memory(recording: Recording) -> MemoryProfile:
     for block, category in zip(blocks, categories, strict=True):
         if block.line and block.allocated <= at_peak < block.freed:
             sizes[block.line, category] += block.size
-    lines = [
-        {"bytes": size, "category": category, "line": line}
-        for (line, category), size in sizes.most_common(MOST_LINES)
-    ]
+    most = sizes.most_common(MOST_LINES)
+    lines = [{"bytes": size, "category": category, "line": line} for (line, category), size in most]
     return MemoryProfile(alive, begins, peaks, lines)
 
 

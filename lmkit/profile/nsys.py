@@ -63,11 +63,8 @@ def export_report(report: Path, folder: Path) -> Path:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0 or not database.exists():
         said = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]
-        raise LmkitError(
-            "nsys.export_failed",
-            f"nsys could not export {report.name}: {said}",
-            hint="is nsys older than the one that wrote it?",
-        )
+        message = f"nsys could not export {report.name}: {said}"
+        raise LmkitError("nsys.export_failed", message, hint="is nsys older than the one that wrote it?")
     return database
 
 

@@ -73,9 +73,8 @@ class _Names(dict[str, Any]):
         text = Path(spec.origin).read_text("utf-8")
         self.assigned = dict(_ASSIGNMENT.findall(text))
         self.classes = {found[1]: found[0] for found in _CLASS.finditer(text)}
-        self.homes = {
-            name: home for home, names in _IMPORT.findall(text) for name in re.findall(r"\w+", names)
-        }
+        imports = _IMPORT.findall(text)
+        self.homes = {name: home for home, names in imports for name in re.findall(r"\w+", names)}
 
     def __missing__(self, name: str) -> Any:
         if name in _LIGHT:

@@ -276,7 +276,8 @@ def validate(raw: Mapping[str, Any], *, origin: str, resolved: bool = False, ben
             mistakes.append(("wrong_value", f"{name}: {wrong}"))
     # The checks see the defaults of a table that the recipe leaves out, and no table that has mistakes.
     candidates = tables | {name: Recipe.model_fields[name].default for name in TABLES if name not in raw}
-    mistakes += [("conflict", complaint) for complaint in conflicts(candidates, resolved=resolved)]
+    for complaint in conflicts(candidates, resolved=resolved):
+        mistakes.append(("conflict", complaint))
     if mistakes:
         bench = re.search(r"\bbench\.(\w+)", mistakes[0][1])
         examples = shipped_with(f"bench.{bench[1]}") if bench else []

@@ -519,12 +519,8 @@ def from_depth(raw: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     width = 64 * depth
     head = 128 if width >= 768 else 64 if width >= 256 else 32
     width = max(-(-width // head), 2) * head
-    sizes = {
-        "d_model": width,
-        "d_ff": -(-8 * width // 3 // 64) * 64,
-        "num_layers": depth,
-        "num_heads": width // head,
-    }
+    d_ff = -(-8 * width // 3 // 64) * 64
+    sizes = {"d_model": width, "d_ff": d_ff, "num_layers": depth, "num_heads": width // head}
     sizes |= {key: value for key in SIZES if (value := _number(model, key))}
     vocabulary = _number(model, "vocab_size") or _number(tokenizer, "vocab_size") or _UNKNOWN_VOCABULARY
     d_model, d_ff, layers, _ = (sizes[key] for key in SIZES)

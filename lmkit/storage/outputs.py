@@ -55,11 +55,9 @@ def refuse_too_large(output: Path, num_bytes: float) -> None:
     """Refuse an output that is larger than what is free on its disk ("output.too_large")."""
     free = shutil.disk_usage(_nearest(output.parent)).free
     if num_bytes > free:
-        raise UsageError(
-            "output.too_large",
-            f"{output}: {num_bytes / 1e9:,.4g} GB would be written, and {free / 1e9:,.4g} GB are free there",
-            hint="choose a smaller size, or another disk",
-        )
+        sizes = f"{num_bytes / 1e9:,.4g} GB would be written, and {free / 1e9:,.4g} GB are free there"
+        hint = "choose a smaller size, or another disk"
+        raise UsageError("output.too_large", f"{output}: {sizes}", hint=hint)
 
 
 def _nearest(path: Path) -> Path:

@@ -36,17 +36,8 @@ import torch
 from pydantic import Field, ValidationError
 
 from lmkit.errors import LmkitError, UsageError, reason
+from lmkit.recipe import tables
 from lmkit.recipe.run_folder import CHECKPOINTS
-from lmkit.recipe.tables import (
-    Count,
-    Int64,
-    ModelConfig,
-    NonNegativeFloat,
-    PositiveFloat,
-    PositiveInt,
-    RunConfig,
-    Table,
-)
 from lmkit.recipe.values import UnregisteredName
 from lmkit.storage.atomic import PARTIAL_SUFFIX, fsync, keep_damaged, sha256_file
 from lmkit.storage.inputs import open_input, read_input, read_object
@@ -151,30 +142,30 @@ def saved_steps(folder: Path) -> list[SavedStep]:
 # state.json
 
 
-class RngState(Table):
+class RngState(tables.Table):
     """torch's generators on one rank, in base64. Training draws from no others."""
 
     cpu: str
     cuda: str | None = None
 
 
-class LossScaleState(Table):
+class LossScaleState(tables.Table):
     """Dynamic loss scaling (fp16)."""
 
-    scale: PositiveFloat
-    good_steps: Count
+    scale: tables.PositiveFloat
+    good_steps: tables.Count
 
 
-class DataIdentity(Table):
+class DataIdentity(tables.Table):
     """The token file that the batches come from. A resumed run must find the same one."""
 
-    num_tokens: Int64
-    vocab_size: PositiveInt
+    num_tokens: tables.Int64
+    vocab_size: tables.PositiveInt
     source_sha256: str
     tokenizer_sha256: str
 
 
-class TrainingState(Table):
+class TrainingState(tables.Table):
     """A training run after `step` optimizer steps.
 
     The position in the data is `step` itself: a batch is a pure function of (seed, step).
@@ -183,14 +174,14 @@ class TrainingState(Table):
     format: Literal[1] = STATE_FORMAT
     """Of this file; the manifest has its own."""
     lmkit: str
-    step: Count
-    seconds: NonNegativeFloat
+    step: tables.Count
+    seconds: tables.NonNegativeFloat
     """Time spent training so far, over all sessions."""
-    time_fraction: NonNegativeFloat | None = None
+    time_fraction: tables.NonNegativeFloat | None = None
     """Share of `train.max_minutes` that is used, where that is set."""
-    tokens: Int64
+    tokens: tables.Int64
     """Tokens seen by the optimizer."""
-    skipped_in_a_row: Count = 0
+    skipped_in_a_row: tables.Count = 0
     valid_loss: float | None = None
     """From an evaluation at exactly this step."""
     best_loss: float | None = None
@@ -199,16 +190,16 @@ class TrainingState(Table):
     spikes: tuple[float, ...] | None = None
     """State of `SpikeGuard`."""
 
-    world_size: PositiveInt
+    world_size: tables.PositiveInt
     strategy: str
-    optimizer_shards: PositiveInt
+    optimizer_shards: tables.PositiveInt
     optimizer_layout: dict[str, Any] | None = None
     """How the optimizer state is cut into shards (see `lmkit.parallel.shards`); None: it is whole."""
     optimizer_groups: tuple[dict[str, int | float], ...] = ()
     """Numbers of its groups, see `group_numbers`."""
     rng: Annotated[tuple[RngState, ...], Field(min_length=1)]
 
-    model: ModelConfig
+    model: tables.ModelConfig
     """With the vocabulary size filled in."""
     recipe: dict[str, Any]
     recipe_sha256: str
@@ -261,11 +252,8 @@ def write_tensors(
     for name in names:
         tensor = tensors[name]
         end = offset + tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": DTYPE_CODES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, end],
-        }
+        dtype, shape = DTYPE_CODES[tensor.dtype], list(tensor.shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -568,5 +556,5 @@ def newest_checkpoint(path: Path) -> Checkpoint:
 
 def hint_at_run(path: Path, *, otherwise: str) -> str:
     """Return a hint at the run of that name in the default folder, if there is one."""
-    run = RunConfig().folder / path
+    run = tables.RunConfig().folder / path
     return f"did you mean {run}?" if run.is_dir() else otherwise

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
@@ -96,14 +97,9 @@ def evaluate(
         signals: that this rank received; looked at before each batch; if a rank has one, all return None.
     """
     ranks = ranks or Ranks.current()
-    windows = evaluation_windows(
-        held_out.tokens,
-        held_out.context_length,
-        held_out.rows,
-        max_batches,
-        mask=held_out.mask,
-        borders=held_out.borders,
-    )
+    sizes = held_out.context_length, held_out.rows
+    marks: Any = {"mask": held_out.mask, "borders": held_out.borders}
+    windows = evaluation_windows(held_out.tokens, *sizes, max_batches, **marks)
     nats, tokens = 0.0, 0
     was_training = model.training
     model.eval()

@@ -36,13 +36,7 @@ from lmkit.training.checkpoint import (
     write_tensors,
 )
 from lmkit.training.setup import initial_state
-from lmkit.training.weights import (
-    ONE_FILE,
-    GivenWeights,
-    cast_weight,
-    open_hugging_face,
-    open_weights,
-)
+from lmkit.training.weights import ONE_FILE, GivenWeights, cast_weight, open_hugging_face, open_weights
 
 log = logging.getLogger("lmkit")
 

@@ -567,9 +567,8 @@ def run_harness(path: Path, tasks: Sequence[str], *, device: str = "auto") -> Ha
             folder = Path(made, "exported")
             export_model(path, folder)
         try:
-            found = lm_eval.simple_evaluate(
-                model=_model(folder, place, path), tasks=list(tasks), log_samples=False
-            )
+            model = _model(folder, place, path)
+            found = lm_eval.simple_evaluate(model=model, tasks=list(tasks), log_samples=False)
         except (OSError, LookupError, ValueError, TypeError, RuntimeError, ImportError, *_SUMS) as error:
             why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             hint = "--debug shows where; `lm_eval ls tasks` lists tasks, most of which are downloaded"

@@ -1,4 +1,4 @@
-"""Define the records that a run reports, and the sinks `metrics.jsonl` and the console; `services.py` has others.
+"""Define the records that a run reports, and their sinks: `metrics.jsonl`, the console, W&B, TensorBoard.
 
 A record is one JSON object with a `kind`:
 
@@ -17,16 +17,21 @@ from __future__ import annotations
 import json
 import logging
 import math
+import queue
+import secrets
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any
 
 from lmkit.errors import some_of
 from lmkit.measure.plots import loss_curve
 from lmkit.measure.tables import json_lines
-from lmkit.recipe.run_folder import METRICS
+from lmkit.recipe.recipe import Recipe
+from lmkit.recipe.run_folder import METRICS, WANDB, object_in
 from lmkit.storage.atomic import naming, write_atomic
 from lmkit.storage.inputs import open_input
 from lmkit.streams import harmless, wants_plain_text
@@ -249,3 +254,109 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+# Other services
+
+START_TIMEOUT_S = 30
+FINISH_TIMEOUT_S = 60
+EVENTS = "tensorboard"
+
+
+def wandb_sink(recipe: Recipe, folder: Path, *, after_step: int = 0) -> ServiceSink:
+    """Return the sink of Weights & Biases. After step 0 it goes on with W&B's run of the earlier session, unless the
+    run folder is a copy of another name."""
+
+    def start() -> Any:
+        import wandb
+
+        ours = {"project": recipe.wandb.project, "name": recipe.run.name}
+        noted = object_in(folder / WANDB)
+        goes_on = after_step > 0 and noted == ours | {"id": noted.get("id")} and isinstance(noted["id"], str)
+        ours["id"] = noted["id"] if goes_on else secrets.token_hex(8)
+        write_atomic(folder / WANDB, json.dumps(ours) + "\n")
+        return wandb.init(
+            **ours,
+            resume="allow",
+            dir=str(folder),
+            mode=recipe.wandb.mode,
+            config=recipe.model_dump(mode="json"),
+            settings=wandb.Settings(init_timeout=START_TIMEOUT_S, silent=True),
+        )
+
+    return ServiceSink("W&B", start, extra="wandb")
+
+
+def tensorboard_sink(folder: Path, *, after_step: int) -> ServiceSink:
+    """Return the sink of TensorBoard, which drops what an earlier session wrote after `after_step`."""
+
+    def start() -> Any:
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer: Any = SummaryWriter(str(folder / EVENTS), purge_step=after_step + 1)
+
+        def log_values(values: Mapping[str, float | str], *, step: int) -> None:
+            for name, value in values.items():
+                add = writer.add_text if isinstance(value, str) else writer.add_scalar
+                add(name, value, step)
+
+        return SimpleNamespace(log=log_values, finish=writer.close)  # as W&B's run
+
+    return ServiceSink("TensorBoard", start, extra="tensorboard")
+
+
+class ServiceSink(Sink):
+    """Send the numbers and texts of every record to a service. At the first failure log one warning and stop.
+
+    A thread makes all calls, so that a slow or dead service costs training no time, and does not keep the process
+    alive. metrics.jsonl has everything.
+
+    Args:
+        start: returns W&B's run, or what has its methods `log` and `finish`.
+        extra: the extra of lmkit that installs the service's package.
+    """
+
+    def __init__(self, name: str, start: Callable[[], Any], *, extra: str) -> None:
+        self._name, self._extra = name, extra
+        self._values: queue.SimpleQueue[tuple[int, dict[str, float | str]] | None] = queue.SimpleQueue()
+        self._is_on, self._started, self._ended = True, threading.Event(), threading.Event()
+        threading.Thread(target=self._serve, args=(start,), name=f"lmkit {name}", daemon=True).start()
+        if not self._started.wait(START_TIMEOUT_S + 5):
+            self._give_up(f"still starting after {START_TIMEOUT_S + 5} s")
+
+    def record(self, record: Record) -> None:
+        values: dict[str, float | str] = {
+            f"{record['kind']}/{key}": value
+            for key, value in record.items()
+            if isinstance(value, (int, float)) and key != "step"
+        }
+        if record["kind"] == "sample":  # a step may have several
+            values = {f"sample/{record['number'] + 1}": record["text"]}
+        if self._is_on:
+            self._values.put((record["step"], values))
+
+    def close(self) -> None:
+        """Upload the rest, for a minute at most: with a dead network a service may wait for ever."""
+        self._values.put(None)
+        if self._is_on and not self._ended.wait(FINISH_TIMEOUT_S):
+            self._give_up(f"still uploading after {FINISH_TIMEOUT_S:g} s")
+
+    def _serve(self, start: Callable[[], Any]) -> None:
+        try:
+            run = start()
+            self._started.set()
+            while (found := self._values.get()) is not None:
+                run.log(found[1], step=found[0])
+            run.finish()
+        except ModuleNotFoundError:
+            self._give_up(f"the package is not installed (pip install 'lmkit[{self._extra}]')")
+        except BaseException as error:  # noqa: BLE001 (nothing that a service does ends a training)
+            self._give_up(repr(error))
+        finally:
+            self._started.set()
+            self._ended.set()
+
+    def _give_up(self, why: str) -> None:
+        if self._is_on:
+            log.warning("%s is off: %s; metrics.jsonl has everything", self._name, why)
+        self._is_on = False

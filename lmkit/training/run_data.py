@@ -9,15 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lmkit.core.batches import BatchSource, RandomTokens, TokenBatches
-from lmkit.data.token_files import (
-    PARTS,
-    TokenFile,
-    check_divisible,
-    check_length,
-    document_starts,
-    open_tokens,
-    starts_that_count,
-)
+from lmkit.data import token_files
 from lmkit.errors import UsageError
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.load import required
@@ -34,8 +26,8 @@ from lmkit.training.checkpoint import DataIdentity
 class Data:
     """The token files of a run, and what a resumed run must find again of the first; None for random tokens."""
 
-    train: TokenFile | None = None
-    valid: TokenFile | None = None
+    train: token_files.TokenFile | None = None
+    valid: token_files.TokenFile | None = None
     identity: DataIdentity | None = None
 
 
@@ -44,17 +36,14 @@ def open_data(recipe: Recipe) -> Data:
     if recipe.data.source == "random":
         return Data()
     train_path, valid_path = token_paths(recipe)
-    train = open_tokens(train_path)
-    valid = open_tokens(valid_path) if valid_path.exists() else None
+    train = token_files.open_tokens(train_path)
+    valid = token_files.open_tokens(valid_path) if valid_path.exists() else None
     ours, own, table = train.meta.tokenizer_sha256, recipe.run.path / TOKENIZER, recipe.tokenizer
     named = own if table is None or table.path is None else table.path
     if valid is not None and valid.meta.tokenizer_sha256 != ours:
-        raise UsageError(
-            "data.other_tokenizer",
-            f"{valid_path}: encoded with tokenizer {valid.meta.tokenizer_sha256[:12]}, "
-            f"but {train_path} with {ours[:12]}",
-            hint="encode both with the same tokenizer",
-        )
+        theirs = valid.meta.tokenizer_sha256
+        message = f"{valid_path}: encoded with tokenizer {theirs[:12]}, but {train_path} with {ours[:12]}"
+        raise UsageError("data.other_tokenizer", message, hint="encode both with the same tokenizer")
     # `lmkit generate` will read and write with the run's tokenizer.
     for path in {named, own}:
         end = None if path == own or table is None else table.end_of_text
@@ -123,17 +112,16 @@ def refuse_changed_file(tokens: Path, *, other: str) -> None:
     if not tokens.name:  # "/", or "": what opens it says that it is a folder
         return
     made, noted = made_files(tokens.parent.parent)
-    for path in map(tokens.with_suffix, PARTS):
+    for path in map(tokens.with_suffix, token_files.PARTS):
         if path not in made:
             continue
         is_there = path.is_file()
         if not is_there or noted_digest(path, noted.get(str(path.absolute()), ()))[-1] != made[path]:
             again = f"lmkit run {shlex.quote(str(tokens.parent.parent / RECIPE))}"
-            raise UsageError(
-                "data.changed",
-                f"{path}: {'changed' if is_there else 'gone'} since `lmkit run` made it ({other} names another)",
-                hint=f"{again} makes it again; other tokens have to lie elsewhere: {other}",
-            )
+            what = "changed" if is_there else "gone"
+            message = f"{path}: {what} since `lmkit run` made it ({other} names another)"
+            hint = f"{again} makes it again; other tokens have to lie elsewhere: {other}"
+            raise UsageError("data.changed", message, hint=hint)
 
 
 def made_files(folder: Path) -> tuple[dict[Path, str], dict[str, list[Any]]]:
@@ -159,7 +147,7 @@ def resolve(recipe: Recipe, data: Data) -> Recipe:
     assert model is not None
     assert train is not None
     if data.valid is not None:  # refused now, not at the first evaluation
-        check_length(data.valid.tokens, model.context_length)
+        token_files.check_length(data.valid.tokens, model.context_length)
     if data.train is None:
         if train.epochs is not None:
             message = 'train.epochs: data.source = "random" has no end, so no epoch'
@@ -183,7 +171,7 @@ def resolve(recipe: Recipe, data: Data) -> Recipe:
 def make_batches(recipe: Recipe, data: Data, ranks: Ranks) -> BatchSource:
     """Return the source of this rank's batches."""
     model, train = resolved_tables(recipe)
-    check_divisible(train.batch_size, ranks.world_size, train.accumulation)
+    token_files.check_divisible(train.batch_size, ranks.world_size, train.accumulation)
     shared: dict[str, Any] = {
         "batch_size": train.batch_size,
         "context_length": model.context_length,
@@ -199,21 +187,21 @@ def make_batches(recipe: Recipe, data: Data, ranks: Ranks) -> BatchSource:
     tokens, sampling = data.train.tokens, recipe.data.sampling
     starts = None
     if sampling in ("documents", "packed") or model.separate_documents:
-        starts = document_starts(data.train)
+        starts = token_files.document_starts(data.train)
     if sampling == "packed":
         from lmkit.data.packing import PackedBatches
 
         assert starts is not None
         return PackedBatches(tokens, **shared, document_starts=starts)
     shared["borders"] = starts if model.separate_documents else None
-    check_length(tokens, model.context_length)
+    token_files.check_length(tokens, model.context_length)
     if sampling == "shuffled":
         from lmkit.data.packing import ShuffledBatches
 
         return ShuffledBatches(tokens, **shared)
     if sampling == "documents":
         assert starts is not None
-        shared["document_starts"] = starts_that_count(data.train, starts, model.context_length)
+        shared["document_starts"] = token_files.starts_that_count(data.train, starts, model.context_length)
     return TokenBatches(tokens, **shared)
 
 

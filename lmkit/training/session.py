@@ -11,6 +11,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,31 +29,11 @@ from lmkit.recipe.load import save_recipe
 from lmkit.recipe.recipe import Recipe
 from lmkit.storage.atomic import PARTIAL_SUFFIX, FolderLock, write_atomic
 from lmkit.storage.outputs import refuse_unwritable
+from lmkit.training import metrics, resume, run_data
 from lmkit.training.checkpoint import Checkpoint, TrainingState, open_checkpoint, saved_steps
 from lmkit.training.evaluation import EvaluateResult, Evaluation, summarise
-from lmkit.training.metrics import Console, MetricsFile, Sink, draw_losses, duration, read_metrics
 from lmkit.training.precision import with_precision
 from lmkit.training.process import numerics, ranks_of, stop_signals
-from lmkit.training.resume import (
-    Counters,
-    begin_with,
-    check_agreement,
-    choose_start,
-    is_finished,
-    open_folder,
-    restore,
-)
-from lmkit.training.run_data import (
-    Data,
-    check_recipe,
-    keep_tokenizer,
-    make_batches,
-    open_data,
-    refuse_changed,
-    resolve,
-    resolved_tables,
-    token_paths,
-)
 from lmkit.training.setup import check_device, step_of
 from lmkit.training.trainer import Trainer, WriteSamples
 from lmkit.training.weights import GivenWeights, open_given
@@ -93,7 +74,7 @@ class TrainResult:
         lines = [head, f"model     {self.parameters:,} parameters"]
         since = "" if self.resumed_from is None else f" since step {self.resumed_from}"
         speed = "" if self.tokens_per_second is None else f", {self.tokens_per_second:,.0f} tokens/s{since}"
-        lines.append(f"training  {self.tokens:,} tokens in {duration(self.seconds)}{speed}")
+        lines.append(f"training  {self.tokens:,} tokens in {metrics.duration(self.seconds)}{speed}")
         if self.loss is not None:
             lines.append(f"loss      {self.loss:.4f} in training")
         if (held_out := self.evaluation) is not None:
@@ -132,9 +113,9 @@ def train(
         OSError: another file cannot be written; saved checkpoints are intact.
         SystemExit, KeyboardInterrupt: SIGTERM or SIGINT; the state is saved.
     """
-    check_recipe(recipe)  # before ranks start, which takes seconds
+    run_data.check_recipe(recipe)  # before ranks start, which takes seconds
     if checks_tokens:
-        refuse_changed(recipe)
+        run_data.refuse_changed(recipe)
     if recipe.train is not None and recipe.train.sample_interval and write_samples is None:
         raise ValueError("train.sample_interval needs write_samples=lmkit.generation.write_samples")
     given = (recipe, stop_at_step, lock, write_samples)
@@ -169,51 +150,41 @@ def _run_rank(
                 log.warning(note)
             return start.done if ranks.is_first else None
         resumed_from = None if checkpoint is None else checkpoint.state.step
-        sink = Sink()
+        sink = metrics.Sink()
         if ranks.is_first:
             if not run_folder.is_run(recipe.run.path):
                 run_folder.save_record(recipe.run.path, {})
-            keep_tokenizer(recipe)
+            run_data.keep_tokenizer(recipe)
             save_recipe(recipe)
             environment = json.dumps(describe_environment(), indent=1) + "\n"
             write_atomic(recipe.run.path / run_folder.ENVIRONMENT, environment)
             assert resolved.train is not None
             after = resumed_from or 0
-            others: list[Sink] = [Console(resolved.train.steps, first_step=after)]
+            others: list[metrics.Sink] = [metrics.Console(resolved.train.steps, first_step=after)]
             if resolved.wandb.enabled:
-                from lmkit.training.services import wandb_sink
-
-                others.append(wandb_sink(resolved, recipe.run.path, after_step=after))
+                others.append(metrics.wandb_sink(resolved, recipe.run.path, after_step=after))
             if resolved.train.tensorboard:
-                from lmkit.training.services import tensorboard_sink
-
-                others.append(tensorboard_sink(recipe.run.path, after_step=after))
-            sink = MetricsFile(recipe.run.path / run_folder.METRICS, after_step=after, others=others)
+                others.append(metrics.tensorboard_sink(recipe.run.path, after_step=after))
+            sink = metrics.MetricsFile(recipe.run.path / run_folder.METRICS, after_step=after, others=others)
         try:
             for note in (*start.notes, start.begin):
                 sink.note(note)
             step = step_of(resolved, ranks, start.data)
             if start.given is not None:
-                begin_with(start.given, step)
-            counters = Counters() if checkpoint is None else restore(checkpoint, step, recipe.optimizer.name)
+                resume.begin_with(start.given, step)
+            counters = resume.Counters()
+            if checkpoint is not None:
+                counters = resume.restore(checkpoint, step, recipe.optimizer.name)
             with stop_signals(ranks) as signals:
-                trainer = Trainer(
-                    resolved,
-                    step,
-                    start.data,
-                    start.batches,
-                    sink,
-                    counters=counters,
-                    signals=signals,
-                    stop_at_step=stop_at_step,
-                    write_samples=write_samples,
-                )
+                given = resolved, step, start.data, start.batches, sink
+                how: Any = {"stop_at_step": stop_at_step, "write_samples": write_samples}
+                trainer = Trainer(*given, counters=counters, signals=signals, **how)
                 ending, evaluation = trainer.run()
         finally:
             sink.close()
         if not ranks.is_first:
             return None
-        decorate("loss.png", partial(draw_losses, recipe.run.path, title=f"{recipe.run.name}: loss"))
+        decorate("loss.png", partial(metrics.draw_losses, recipe.run.path, title=f"{recipe.run.name}: loss"))
         counters.seconds = trainer.clock.seconds
         return _result(
             resolved,
@@ -239,7 +210,7 @@ class _Start:
     """
 
     recipe: Recipe
-    data: Data
+    data: run_data.Data
     batches: BatchSource
     checkpoint: Checkpoint | None
     given: GivenWeights | None
@@ -253,16 +224,16 @@ def _prepare(
 ) -> _Start:
     """Refuse what cannot work; choose the checkpoint. `hold` locks the run folder, which is cleaned then; None writes
     nothing."""
-    data = open_data(recipe)
-    of_data, narrow = resolve(recipe, data), has_bf16(ranks.device)
+    data = run_data.open_data(recipe)
+    of_data, narrow = run_data.resolve(recipe, data), has_bf16(ranks.device)
     resolved = with_precision(of_data, has_bf16=narrow)
     check_device(resolved, ranks.device)
-    batches = make_batches(resolved, data, ranks)
+    batches = run_data.make_batches(resolved, data, ranks)
     if hold is None:
-        path, skipped = choose_start(recipe)
+        path, skipped = resume.choose_start(recipe)
         notes = [f"skipped {why}" for why in skipped]
     else:
-        path, notes = decided_by_first(ranks, partial(open_folder, recipe, hold))
+        path, notes = decided_by_first(ranks, partial(resume.open_folder, recipe, hold))
         if ranks.world_size > 1:
             _refuse_private_folder(recipe.run.path, ranks)
     if path is None:
@@ -272,9 +243,9 @@ def _prepare(
     checkpoint = open_checkpoint(path)
     before = checkpoint.state.recipe.get("train") or {}  # an imported model has no [train]
     resolved = with_precision(of_data, has_bf16=narrow, saved=before.get("precision"))
-    notes += check_agreement(checkpoint, resolved, data.identity, ranks.world_size)
+    notes += resume.check_agreement(checkpoint, resolved, data.identity, ranks.world_size)
     begin, done = f"resuming from {path}", None
-    if is_finished(checkpoint.state, resolved, stop_at_step):
+    if resume.is_finished(checkpoint.state, resolved, stop_at_step):
         done = _finished_before(resolved, checkpoint, data)
         what = "only the last evaluation is left" if done is None else "nothing to do"
         begin = f"{what}: already at step {checkpoint.state.step}"
@@ -316,16 +287,16 @@ def _refuse_private_folder(folder: Path, ranks: Ranks) -> None:
         raise UsageError("run.not_shared", message, hint=hint)
 
 
-def _finished_before(recipe: Recipe, checkpoint: Checkpoint, data: Data) -> TrainResult | None:
+def _finished_before(recipe: Recipe, checkpoint: Checkpoint, data: run_data.Data) -> TrainResult | None:
     """Return the result of a finished run; None if its last evaluation is missing."""
     state = checkpoint.state
-    records = read_metrics(recipe.run.path / run_folder.METRICS)
+    records = metrics.read_metrics(recipe.run.path / run_folder.METRICS)
     finals = [
         summarise(r["loss"], r["tokens"], r.get("bytes_per_token"))
         for r in records
         if r["kind"] == "final" and r["step"] == state.step and None not in (r["loss"], r.get("tokens"))
     ]
-    if not finals and data.valid is not None and is_finished(state, recipe, None):
+    if not finals and data.valid is not None and resume.is_finished(state, recipe, None):
         return None
     logged = [r.get("loss") for r in records if r["kind"] == "train" and r["step"] <= state.step]
     return _result(
@@ -340,7 +311,7 @@ def _finished_before(recipe: Recipe, checkpoint: Checkpoint, data: Data) -> Trai
 
 def _result(
     recipe: Recipe,
-    position: Counters | TrainingState,
+    position: resume.Counters | TrainingState,
     *,
     status: str,
     resumed_from: int | None,
@@ -348,13 +319,13 @@ def _result(
     loss: float | None = None,
     evaluation: Evaluation | None = None,
 ) -> TrainResult:
-    model, train = resolved_tables(recipe)
+    model, train = run_data.resolved_tables(recipe)
     checkpoint = reported = None
     for step, path in saved_steps(recipe.run.path / run_folder.CHECKPOINTS):
         if step <= position.step:  # later ones were damaged: the run was resumed from an earlier one
             checkpoint = str(path)
     if evaluation is not None and checkpoint is not None:
-        figures, file = asdict(evaluation), str(token_paths(recipe)[1])
+        figures, file = asdict(evaluation), str(run_data.token_paths(recipe)[1])
         reported = EvaluateResult(**figures, checkpoint=checkpoint, step=position.step, tokens_file=file)
     return TrainResult(
         folder=str(recipe.run.path),
@@ -374,8 +345,8 @@ def _result(
 
 def plan(recipe: Recipe, *, stop_at_step: int | None = None, nproc: int = 1) -> TrainResult:
     """Check what `train` would check, and return what there is before its first step; writes nothing."""
-    check_recipe(recipe)
-    refuse_changed(recipe)
+    run_data.check_recipe(recipe)
+    run_data.refuse_changed(recipe)
     run_folder.refuse_foreign_files(recipe.run.path)
     ranks = Ranks(world_size=nproc, device=local_device(recipe.run.device, local_rank=nproc - 1))
     start = _prepare(recipe, ranks, stop_at_step, None)
@@ -384,5 +355,5 @@ def plan(recipe: Recipe, *, stop_at_step: int | None = None, nproc: int = 1) -> 
         log.warning(note)
     if start.done is not None:
         return start.done
-    state = Counters() if start.checkpoint is None else start.checkpoint.state
+    state = resume.Counters() if start.checkpoint is None else start.checkpoint.state
     return _result(start.recipe, state, status=start.begin, resumed_from=state.step or None)

@@ -112,6 +112,7 @@ def build_step(
         masters = hold_weights(plain, precision)
         place_side_by_side(plain)
     sync = build_strategy(parallel, ranks)
+    # `attach` keeps the model's `loss`.
     call = checked(STRATEGIES, parallel.strategy, sync.attach(plain, fingerprint=fingerprint), "loss")
     if ranks.world_size > 1 and sync.averages:  # as `attach` does with the parameters
         for master in masters.values():
@@ -130,16 +131,7 @@ def build_step(
     made: Any = sync.build_optimizer(make_optimizer or partial(_make_optimizer, table), groups)
     if masters:
         made.keep_masters(masters)
-    return Step(
-        plain,
-        call,  # attach keeps the model's `loss`
-        made,
-        sync,
-        ranks,
-        precision=precision,
-        grad_clip=grad_clip,
-        **options,
-    )
+    return Step(plain, call, made, sync, ranks, precision=precision, grad_clip=grad_clip, **options)
 
 
 def step_of(
@@ -299,9 +291,8 @@ def check_operations(model: ModelConfig, precision: str, device: torch.device) -
         LmkitError: the gradients of a small model are wrong.
     """
     dtype = PRODUCTS[precision]
-    operations = choose_operations(
-        model.operations, torch.empty(1, 1, 1, model.head_dim, dtype=dtype, device=device)
-    )
+    one_query = torch.empty(1, 1, 1, model.head_dim, dtype=dtype, device=device)
+    operations = choose_operations(model.operations, one_query)
     if type(operations).__module__.startswith("lmkit."):
         return
     length = min(model.context_length, 64)

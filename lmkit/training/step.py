@@ -147,13 +147,7 @@ class Step(core.Step):
         """Whether a step returns before its outcome is known."""
         return self.ranks.device.type == "cuda" and self.decider is not None
 
-    def __call__(  # type: ignore[override]
-        self,
-        inputs: Tensor,
-        targets: Tensor,
-        *,
-        lr: float,
-    ) -> Outcome:
+    def __call__(self, inputs: Tensor, targets: Tensor, *, lr: float) -> Outcome:  # type: ignore[override]
         """Make one whole step on int64 (accumulation, rows, seq): `accumulate`, then `update`."""
         device = self.ranks.device
         inputs, targets = inputs.to(device), targets.to(device)
@@ -427,9 +421,8 @@ class StepGraph:
             # "thread_local": the thread that writes a checkpoint may go on.
             capture = recording(graph, capture_error_mode="thread_local")
             with step.decider.captured() as self._launches, capture:
-                self._report = step._update(
-                    step.accumulate(self._inputs, self._targets), step.reduce(), self._lr
-                )
+                loss = step.accumulate(self._inputs, self._targets)
+                self._report = step._update(loss, step.reduce(), self._lr)
                 step.sync.end_step()  # nothing may be in flight at the end of a graph
             self._graph, self._state = graph, self._first_state()
         except RuntimeError as error:

@@ -313,14 +313,8 @@ class Trainer:
         if self._held_out is None:
             return None
         with self.clock.excluded():
-            evaluation = evaluate(
-                self.step.model,
-                self._held_out,
-                self.ranks,
-                precision=self._train.precision,
-                max_batches=max_batches,
-                signals=self._signals,
-            )
+            how: Any = {"precision": self._train.precision, "max_batches": max_batches}
+            evaluation = evaluate(self.step.model, self._held_out, self.ranks, signals=self._signals, **how)
         if evaluation is not None:
             if not math.isfinite(evaluation.loss):
                 said = f"{kind} loss {evaluation.loss} on {evaluation.tokens} held-out tokens that count"

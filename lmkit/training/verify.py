@@ -14,35 +14,15 @@ from lmkit.data.token_files import open_tokens
 from lmkit.errors import LmkitError, UsageError, reason, some_of
 from lmkit.measure.tables import size_of
 from lmkit.parallel.ranks import local_device
+from lmkit.recipe import run_folder
 from lmkit.recipe.load import load_recipe, required
 from lmkit.recipe.recipe import Recipe
-from lmkit.recipe.run_folder import (
-    CHECKPOINTS,
-    ENVIRONMENT,
-    METRICS,
-    RECIPE,
-    RECORD,
-    RUN_FILES,
-    TOKENIZER,
-    is_entry,
-    read_record,
-)
 from lmkit.recipe.tables import TokenizerConfig, WandbConfig
 from lmkit.storage.atomic import PARTIAL_SUFFIX, sha256_file
 from lmkit.storage.inputs import read_object
 from lmkit.tokenizer import Tokenizer
 from lmkit.tokenizer.marks import CONFIG
-from lmkit.training.checkpoint import (
-    MANIFEST,
-    MODEL,
-    STATE,
-    hint_at_run,
-    open_checkpoint,
-    saved_steps,
-    shard_name,
-    step_name,
-    verify,
-)
+from lmkit.training import checkpoint
 from lmkit.training.metrics import check_metrics
 from lmkit.training.run_data import check_recipe, made_files, open_data, resolve, resolved_tables, token_paths
 from lmkit.training.session import train
@@ -84,50 +64,51 @@ def verify_path(path: Path) -> VerifyResult:
 
 def _checks_of(path: Path) -> Iterator[Check]:
     if not path.exists():
-        hint = hint_at_run(path, otherwise="name a run folder, or a file that lmkit made")
+        hint = checkpoint.hint_at_run(path, otherwise="name a run folder, or a file that lmkit made")
         raise UsageError("verify.not_found", f"{path}: no such file or folder", hint=hint)
-    if path.is_file() and (path.parent / MANIFEST).exists():
+    if path.is_file() and (path.parent / checkpoint.MANIFEST).exists():
         yield _check(path.parent, _checkpoint)  # the manifest has the checksum of this file
     elif (path / CONFIG).is_file():
         yield _check(path, _hugging_face)
-    elif any((path / name).exists() for name in (MANIFEST, STATE, MODEL)):
+    elif any((path / name).exists() for name in (checkpoint.MANIFEST, checkpoint.STATE, checkpoint.MODEL)):
         yield _check(path, _checkpoint)
-    elif any((path / name).exists() for name in (CHECKPOINTS, METRICS)) or (
-        (path / RECIPE).exists()
+    elif any((path / name).exists() for name in (run_folder.CHECKPOINTS, run_folder.METRICS)) or (
+        (path / run_folder.RECIPE).exists()
         and not any(path.glob("*_results.jsonl"))  # of benches, which have a recipe, too
     ):
         yield from _checks_of_run(path)
-    elif path.is_dir() and (saved := saved_steps(path)):
+    elif path.is_dir() and (saved := checkpoint.saved_steps(path)):
         for step in saved:
             yield _check(step.path, _checkpoint)
     elif path.suffix == ".json" and path.with_suffix(".npy").exists():
         yield _check(path.with_suffix(".npy"), _token_file)
-    elif path.name == ENVIRONMENT:
+    elif path.name == run_folder.ENVIRONMENT:
         yield _check(path, _json)
     elif path.is_file() and path.suffix in _FILES:
         yield _check(path, _FILES[path.suffix])
     else:
         message = f"{path}: neither a run, a checkpoint, nor a file that can be verified"
-        hint = f"a run folder has a {RECIPE}, a checkpoint a {MANIFEST}; files: {', '.join(sorted(_FILES))}"
+        files, manifest = ", ".join(sorted(_FILES)), checkpoint.MANIFEST
+        hint = f"a run folder has a {run_folder.RECIPE}, a checkpoint a {manifest}; files: {files}"
         raise UsageError("verify.unknown_kind", message, hint=hint)
 
 
 def _checks_of_run(folder: Path) -> Iterator[Check]:
     made, tokens = made_files(folder)[0], sorted(folder.glob("tokens/*.npy"))
-    tables = [folder / name for name in RUN_FILES if name.endswith(".json") and "/" not in name]
-    files = [folder / name for name in (RECIPE, ENVIRONMENT, METRICS)]
+    tables = [folder / name for name in run_folder.RUN_FILES if name.endswith(".json") and "/" not in name]
+    files = [folder / name for name in (run_folder.RECIPE, run_folder.ENVIRONMENT, run_folder.METRICS)]
     files += [path for path in tables if path.exists()]
     for path in dict.fromkeys([*files, *sorted(made.keys() - {*tokens})]):
         look = _BY_NAME.get(path.name, _json if path in files else _size)
         yield _check(path, look, made.get(path))
     sha256 = None
     with suppress(LmkitError, OSError):
-        sha256 = Tokenizer.load(folder / TOKENIZER).sha256
+        sha256 = Tokenizer.load(folder / run_folder.TOKENIZER).sha256
     for path in tokens:
         yield _check(path, lambda path: _token_file(path, sha256), made.get(path))
-    checkpoints = saved_steps(folder / CHECKPOINTS)
+    checkpoints = checkpoint.saved_steps(folder / run_folder.CHECKPOINTS)
     if not checkpoints:
-        yield Check(str(folder / CHECKPOINTS), ok=False, found="no checkpoint")
+        yield Check(str(folder / run_folder.CHECKPOINTS), ok=False, found="no checkpoint")
     for saved in checkpoints:
         yield _check(saved.path, lambda path: _checkpoint(path, sha256))
     for left in sorted(folder.rglob(f"*{PARTIAL_SUFFIX}")):
@@ -149,17 +130,16 @@ def _check(path: Path, look: Callable[[Path], str], sha256: str | None = None) -
 
 
 def _checkpoint(path: Path, tokenizer_sha256: str | None = None) -> str:
-    verify(path)
-    checkpoint = open_checkpoint(path, is_verified=True)
-    weights_of(checkpoint)
-    data = checkpoint.state.data
+    checkpoint.verify(path)
+    opened = checkpoint.open_checkpoint(path, is_verified=True)
+    weights_of(opened)
+    data = opened.state.data
     if data is not None and tokenizer_sha256 not in (None, data.tokenizer_sha256):
-        raise LmkitError(
-            "verify.wrong_tokenizer",
-            f"{path}: trained with tokenizer {data.tokenizer_sha256[:12]}, not with the run's {TOKENIZER}",
-            hint="put the tokenizer of its token files back",
-        )
-    size = sum(entry["bytes"] for entry in checkpoint.entries.values()) / 1e6
+        own = f"not with the run's {run_folder.TOKENIZER}"
+        message = f"{path}: trained with tokenizer {data.tokenizer_sha256[:12]}, {own}"
+        hint = "put the tokenizer of its token files back"
+        raise LmkitError("verify.wrong_tokenizer", message, hint=hint)
+    size = sum(entry["bytes"] for entry in opened.entries.values()) / 1e6
     return f"{size:.1f} MB, checksums and weights right"
 
 
@@ -196,9 +176,9 @@ def _json(path: Path) -> str:
 
 def _record(path: Path) -> str:
     _json(path)
-    record = read_record(path.parent)
+    record = run_folder.read_record(path.parent)
     stages = record.keys() - {"lmkit", "files"}
-    wrong = [name for name in sorted(stages) if not is_entry(record[name])]
+    wrong = [name for name in sorted(stages) if not run_folder.is_entry(record[name])]
     if wrong or not record:
         raise LmkitError("verify.damaged", f"{path}: lmkit did not write {some_of(wrong) or 'it'}")
     return f"{len(stages)} stages"
@@ -219,7 +199,12 @@ def _size(path: Path) -> str:
 
 Look = Callable[[Path], str]
 _FILES: dict[str, Look] = {".npy": _token_file, ".json": _tokenizer, ".toml": _recipe, ".jsonl": _metrics}
-_BY_NAME: dict[str, Look] = {RECIPE: _recipe, METRICS: _metrics, RECORD: _record, TOKENIZER: _tokenizer}
+_BY_NAME: dict[str, Look] = {
+    run_folder.RECIPE: _recipe,
+    run_folder.METRICS: _metrics,
+    run_folder.RECORD: _record,
+    run_folder.TOKENIZER: _tokenizer,
+}
 
 
 def verify_resume(recipe: Recipe, *, steps: int = 5) -> VerifyResult:
@@ -254,7 +239,7 @@ def _moved(recipe: Recipe, folder: Path, name: str) -> Recipe:
     """Return the recipe with another run folder, on the same data."""
     assert recipe.train is not None
     train_tokens, valid_tokens = token_paths(recipe)
-    tokenizer, table = recipe.run.path / TOKENIZER, recipe.tokenizer
+    tokenizer, table = recipe.run.path / run_folder.TOKENIZER, recipe.tokenizer
     if tokenizer.exists() and (table is None or table.path is None):
         table = (table or TokenizerConfig()).changed(path=tokenizer)
     has_valid = recipe.data.valid is not None or valid_tokens.exists()
@@ -272,9 +257,10 @@ def _moved(recipe: Recipe, folder: Path, name: str) -> Recipe:
 
 
 def _hashes(recipe: Recipe, step: int) -> dict[str, str]:
-    checkpoint = open_checkpoint(recipe.run.path / CHECKPOINTS / step_name(step))
+    folder = recipe.run.path / run_folder.CHECKPOINTS
+    saved = checkpoint.open_checkpoint(folder / checkpoint.step_name(step))
     return {
-        "weights": checkpoint.entries[MODEL]["sha256"],  # equal tensors are written as equal files
-        "optimizer": checkpoint.entries[shard_name(0, 1)]["sha256"],
-        "random generators": hashlib.sha256(str(checkpoint.state.rng).encode()).hexdigest(),
+        "weights": saved.entries[checkpoint.MODEL]["sha256"],  # equal tensors are written as equal files
+        "optimizer": saved.entries[checkpoint.shard_name(0, 1)]["sha256"],
+        "random generators": hashlib.sha256(str(saved.state.rng).encode()).hexdigest(),
     }

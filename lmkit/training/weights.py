@@ -199,11 +199,10 @@ class GivenWeights(Mapping[str, torch.Tensor]):
             raise UsageError("evaluate.no_tokenizer", f"{self.path}: has no {TOKENIZER}", hint=hint)
         tokenizer, trained_with = Tokenizer.load(path), self.tokenizer_sha256
         if trained_with not in (None, tokenizer.sha256):
-            raise UsageError(
-                "checkpoint.wrong_tokenizer",
-                f"{path}: is tokenizer {tokenizer.sha256[:12]}, but the model was trained with {trained_with[:12]}",
-                hint="use the tokenizer that encoded its token files",
-            )
+            found = f"{path}: is tokenizer {tokenizer.sha256[:12]}"
+            message = f"{found}, but the model was trained with {trained_with[:12]}"
+            hint = "use the tokenizer that encoded its token files"
+            raise UsageError("checkpoint.wrong_tokenizer", message, hint=hint)
         self.refuse_more_ids(tokenizer.vocab_size, path)
         return tokenizer
 
@@ -386,12 +385,11 @@ def open_given(recipe: Recipe, data: Data) -> GivenWeights:
     if data.train is not None and given.tokenizer is not None:
         sha256 = given.open_tokenizer().sha256
         if sha256 != data.train.meta.tokenizer_sha256:
-            raise UsageError(
-                "train.other_tokenizer",
-                f"train.init_from: {path} was trained with tokenizer {sha256[:12]}, "
-                f"the token file was made with {data.train.meta.tokenizer_sha256[:12]}",
-                hint=f"encode the text with its tokenizer: --set tokenizer.path={shlex.quote(str(given.tokenizer))}",
-            )
+            made = f"the token file was made with {data.train.meta.tokenizer_sha256[:12]}"
+            message = f"train.init_from: {path} was trained with tokenizer {sha256[:12]}, {made}"
+            own = shlex.quote(str(given.tokenizer))
+            hint = f"encode the text with its tokenizer: --set tokenizer.path={own}"
+            raise UsageError("train.other_tokenizer", message, hint=hint)
     ours, theirs = (config.changed(num_kv_heads=config.kv_heads) for config in (model, given.config))
     differing = [
         f"model.{key}: {getattr(ours, key)}, the weights have {getattr(theirs, key)}"

@@ -22,8 +22,7 @@ from attention_targets import BARE, CUDNN, DETERMINISTIC, FLASH, OURS, TARGET_CO
 from torch import Tensor
 
 from lmkit.attention import attention_function
-from lmkit.bench.attention import Options
-from lmkit.bench.attention_sweep import Case, Sweep
+from lmkit.bench.attention import Case, Options, Sweep
 from lmkit.bench.context import Context, Journal
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.limits import measure_limits

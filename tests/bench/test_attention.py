@@ -10,9 +10,8 @@ import torch
 from planted_kernels import FULL, WRONG, WRONG_ELSEWHERE, wrong_shape
 from raising import raises
 
-from lmkit.bench import attention_gate, attention_sweep
-from lmkit.bench.attention import Options, build_cases
-from lmkit.bench.attention_sweep import Case, parse_tier
+from lmkit.bench import attention, attention_gate
+from lmkit.bench.attention import Case, Options, build_cases, parse_tier
 from lmkit.bench.context import Journal
 from lmkit.errors import UsageError
 from lmkit.measure.memory import PeakMemory
@@ -182,15 +181,15 @@ def test_inputs_that_do_not_fit_are_rows_and_the_forward_pass_settles_the_backwa
 
 
 def test_a_kernel_that_fits_alone_but_not_in_turns_is_a_row_and_the_others_are_timed(measure, monkeypatch):
-    real_time = attention_sweep.time_variants
+    real_time = attention.time_variants
 
     def crowded(calls, *, prepare, **options):
         if "backward reference" in calls:
             raise FULL
         return real_time(calls, prepare=prepare, **options)
 
-    monkeypatch.setattr(attention_sweep, "time_variants", crowded)
-    monkeypatch.setattr(attention_sweep, "track_peak", lambda device: nullcontext(PeakMemory(0, next(peaks))))
+    monkeypatch.setattr(attention, "time_variants", crowded)
+    monkeypatch.setattr(attention, "track_peak", lambda device: nullcontext(PeakMemory(0, next(peaks))))
     peaks = iter([1, 1, 1, 9])  # bytes: sdpa and reference forward, then with backward
     rows = rows_by(
         measure(tiers=("32",), kernels=("sdpa", "reference"), backward=True), "kernel", "direction"
@@ -201,7 +200,7 @@ def test_a_kernel_that_fits_alone_but_not_in_turns_is_a_row_and_the_others_are_t
 
 
 def test_host_memory_is_asked_for_before_the_kernel_kills_the_process(measure, monkeypatch):
-    monkeypatch.setattr(attention_sweep, "available_memory", lambda: 10_000)
+    monkeypatch.setattr(attention, "available_memory", lambda: 10_000)
     rows = rows_by(measure(tiers=("64",), kernels=("vectorized", "sdpa")), "kernel")
     assert rows["vectorized",]["status"] == "out of memory"
     assert rows["sdpa",]["status"] == "ok"

@@ -7,7 +7,7 @@ from attention_oracle import draw_inputs, faults_of
 from raising import raises
 
 from lmkit.attention import reference
-from lmkit.bench.attention_sweep import build_variant
+from lmkit.bench.attention import build_variant
 from lmkit.errors import UsageError
 
 of_both = pytest.mark.parametrize("name", ["flash_triton:no_skip", "flash_triton:atomic"])

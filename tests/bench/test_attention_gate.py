@@ -10,9 +10,8 @@ from marking import full_except
 
 from lmkit.attention.vectorized import vectorized
 from lmkit.bench import attention_gate
-from lmkit.bench.attention import Options
+from lmkit.bench.attention import Options, build_variant, precision_of
 from lmkit.bench.attention_gate import EXACT, TF32, Gate, Inputs, arithmetic_of, exact_at
-from lmkit.bench.attention_sweep import build_variant, precision_of
 from lmkit.registry import ATTENTION
 
 CPU = torch.device("cpu")

@@ -17,7 +17,6 @@ from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.load import load_recipe
 from lmkit.recipe.tables import OptimizerConfig
-from lmkit.training import session
 from lmkit.training.resume import load_checkpoint, save_checkpoint
 from lmkit.training.setup import build_step
 from lmkit.training.step import Step
@@ -132,7 +131,7 @@ def test_with_and_without_graph_or_waiting_runs_are_the_same_and_resume_bit_for_
     precision, tmp_path, monkeypatch
 ):
     """Checkpoints are written between replays, and two steps have a NaN loss."""
-    monkeypatch.setattr(session, "draw_losses", lambda *arguments, **options: None)
+    monkeypatch.setattr("lmkit.training.metrics.draw_losses", lambda *arguments, **options: None)
 
     def run(name, graph, **options):
         keys = [f"train.precision={precision}", f"train.cuda_graph={graph}", "checkpoint.interval=4"]
@@ -166,7 +165,7 @@ def test_with_and_without_graph_or_waiting_runs_are_the_same_and_resume_bit_for_
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_run_whose_state_is_on_the_host_is_resumed_bit_for_bit(precision, tmp_path, monkeypatch):
-    monkeypatch.setattr(session, "draw_losses", lambda *arguments, **options: None)
+    monkeypatch.setattr("lmkit.training.metrics.draw_losses", lambda *arguments, **options: None)
     whole, parts = (
         recipe(tmp_path, name, "optimizer.name=adamw_host", f"train.precision={precision}")
         for name in ("whole", "parts")

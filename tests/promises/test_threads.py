@@ -14,13 +14,13 @@ import torch
 from tiny import RANDOM_TOKENS, TINY
 
 from lmkit.recipe.load import load_recipe
-from lmkit.training import TrainResult, session, train
+from lmkit.training import TrainResult, train
 
 
 @pytest.fixture(autouse=True)
 def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        session, "draw_losses", lambda *arguments, **options: None
+        "lmkit.training.metrics.draw_losses", lambda *arguments, **options: None
     )  # matplotlib takes seconds
 
 

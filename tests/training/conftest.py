@@ -15,7 +15,6 @@ from tiny import TINY
 from lmkit.data.token_files import TokenFileWriter
 from lmkit.recipe.load import load_recipe
 from lmkit.recipe.recipe import Recipe
-from lmkit.training import session
 
 sys.path.insert(0, str(Path(__file__).parent))  # for run_folders.py, here and in processes that tests start
 
@@ -29,7 +28,7 @@ TRAINING = (
 @pytest.fixture(autouse=True)
 def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """matplotlib takes longer than these runs."""
-    monkeypatch.setattr(session, "draw_losses", lambda *arguments, **options: None)
+    monkeypatch.setattr("lmkit.training.metrics.draw_losses", lambda *arguments, **options: None)
 
 
 @pytest.fixture(scope="session")

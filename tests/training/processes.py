@@ -24,7 +24,7 @@ from lmkit.errors import LmkitError
 from lmkit.parallel.collectives import Averager
 from lmkit.parallel.ranks import Ranks, hosted_store
 from lmkit.recipe.load import load_recipe
-from lmkit.training import resume, session, setup, trainer
+from lmkit.training import metrics, resume, session, setup, trainer
 from lmkit.training.step import Step
 from lmkit.training.trainer import Trainer
 
@@ -125,7 +125,7 @@ def _live(
         around(Step, "update", _note_refused_updates)
         around(Trainer, "run", lambda run, self: RANKS.append(self.ranks) or run(self))
         FAULTS[fault](rank)
-    around(session, "draw_losses", lambda *arguments, **keywords: None)
+    around(metrics, "draw_losses", lambda *arguments, **keywords: None)
     sys.stderr = open(log, "a")  # noqa: SIM115
     faulthandler.dump_traceback_later(0.9 * PATIENCE_S, file=sys.stderr)  # where a rank hangs
     try:
@@ -299,7 +299,7 @@ def _wait_in_cpp_in_step_3(rank: int) -> None:
 
 
 def _first_rank_dies_at_the_start(rank: int) -> None:
-    around(session, "open_folder", lambda *arguments: os.kill(os.getpid(), signal.SIGKILL))
+    around(resume, "open_folder", lambda *arguments: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def _draw_in_every_step(rank: int) -> None:

@@ -13,9 +13,8 @@ from unittest.mock import MagicMock
 import pytest
 from run_folders import losses, saved, train_here
 
-from lmkit.training import services
-from lmkit.training.metrics import MetricsFile, read_metrics
-from lmkit.training.services import ServiceSink, tensorboard_sink, wandb_sink
+from lmkit.training import metrics
+from lmkit.training.metrics import MetricsFile, ServiceSink, read_metrics, tensorboard_sink, wandb_sink
 
 
 def train_record(step: int, **changes: Any) -> dict[str, Any]:
@@ -146,7 +145,7 @@ def test_fault_79_training_goes_on_without_wandb_after_one_warning(broken, tiny,
     service(monkeypatch, "wandb", **broken or {})
     if broken is None:
         monkeypatch.setitem(sys.modules, "wandb", None)
-    monkeypatch.setattr(services, "FINISH_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(metrics, "FINISH_TIMEOUT_S", 0.05)
     recipe = tiny("wandb.enabled=true", 'wandb.mode="offline"')
     assert train_here(recipe).status == "finished"
     assert [record.getMessage().split()[0] for record in caplog.records] == ["W&B"]

@@ -15,7 +15,7 @@ from lmkit.cli.generate import continue_prompts
 from lmkit.errors import LmkitError, UsageError
 from lmkit.recipe.load import load_recipe
 from lmkit.tokenizer import Tokenizer
-from lmkit.training import session, trainer
+from lmkit.training import trainer
 from lmkit.training.checkpoint import MODEL, DamagedCheckpoint, newest_checkpoint
 from lmkit.training.judging import evaluate_run
 from lmkit.training.metrics import draw_losses
@@ -24,7 +24,7 @@ from lmkit.training.weights import weights_of
 
 
 def test_it_learns_and_leaves_a_whole_run_folder(tiny, monkeypatch):
-    monkeypatch.setattr(session, "draw_losses", draw_losses)
+    monkeypatch.setattr("lmkit.training.metrics.draw_losses", draw_losses)
     recipe = tiny("train.steps=60", "optimizer.lr=0.01")
     result = train_here(recipe)
     assert result.status == "finished"

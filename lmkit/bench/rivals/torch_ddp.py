@@ -43,11 +43,9 @@ class TorchDDP(Strategy):
             return model
         check_same_model(model, self.ranks, fingerprint)
         if self.config.reduce_dtype == "bf16" and "nccl" not in str(dist.get_backend_config()):
-            raise UsageError(
-                "parallel.reduce_dtype_needs_nccl",
-                'parallel.reduce_dtype: torch_ddp reduces in "bf16" with NCCL only',
-                hint='use "fp32", or the strategy bucketed',
-            )
+            message = 'parallel.reduce_dtype: torch_ddp reduces in "bf16" with NCCL only'
+            hint = 'use "fp32", or the strategy bucketed'
+            raise UsageError("parallel.reduce_dtype_needs_nccl", message, hint=hint)
         # A compiled block is smaller than a bucket, so splitting its graph at buckets gains nothing.
         torch._dynamo.config.optimize_ddp = False
         self._ddp = _Synchronised(

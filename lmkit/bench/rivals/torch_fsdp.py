@@ -16,16 +16,8 @@ from torch.distributed.tensor import DTensor
 from lmkit.core.step import clip_for, gradient_norm
 from lmkit.errors import UsageError
 from lmkit.model.transformer import TransformerLM
+from lmkit.parallel import strategy
 from lmkit.parallel.fsdp import draw, leave_meta
-from lmkit.parallel.strategy import (
-    MakeOptimizer,
-    Strategy,
-    broadcast_tensors,
-    check_same_model,
-    forward_units,
-    present_gradients,
-    trainable_parameters,
-)
 from lmkit.registry import STRATEGIES
 
 
@@ -37,7 +29,7 @@ from lmkit.registry import STRATEGIES
     options={"reshard_after_forward": True, "state_dtype": "fp32"},
     rival=True,
 )
-class TorchFsdp(Strategy):
+class TorchFsdp(strategy.Strategy):
     """Shard each layer with `fully_shard`; the strategy's options mean what those of `fsdp` do.
 
     The optimizer updates the local parts of its DTensors. Checkpoints are not supported. Traffic is not counted.
@@ -45,9 +37,9 @@ class TorchFsdp(Strategy):
 
     def attach(self, model: nn.Module, *, fingerprint: str = "") -> nn.Module:
         if self.ranks.world_size == 1:
-            self.parameters = trainable_parameters(model)
+            self.parameters = strategy.trainable_parameters(model)
             return model
-        check_same_model(model, self.ranks, fingerprint)
+        strategy.check_same_model(model, self.ranks, fingerprint)
         if any(parameter.is_meta for parameter in model.parameters()):
             leave_meta(model, self.ranks.device)
             for parameter in model.parameters():
@@ -56,13 +48,13 @@ class TorchFsdp(Strategy):
         if self.config.options.get("state_dtype") == "bf16":
             for parameter in model.parameters():
                 parameter.data = parameter.detach().bfloat16()
-        broadcast_tensors((*model.named_parameters(), *model.named_buffers()))
+        strategy.broadcast_tensors((*model.named_parameters(), *model.named_buffers()))
         keys: dict[str, Any] = {
             "mesh": init_device_mesh(self.ranks.device.type, (self.ranks.world_size,)),
             "reshard_after_forward": self.config.options.get("reshard_after_forward", True),
             "mp_policy": MixedPrecisionPolicy(torch.bfloat16 if self.config.weights == "bf16" else None),
         }
-        layers = list(forward_units(model))
+        layers = list(strategy.forward_units(model))
         owners = Counter(parameter for layer in layers for parameter in layer.parameters())
         for layer in layers:
             # The model's own group holds weights that layers share, and norms, which are too small for a group.
@@ -75,10 +67,12 @@ class TorchFsdp(Strategy):
         if hasattr(model, "loss"):
             register_fsdp_forward_method(model, "loss")
         model.register_state_dict_post_hook(_refuse)
-        self.parameters = trainable_parameters(model)
+        self.parameters = strategy.trainable_parameters(model)
         return model
 
-    def build_optimizer(self, make: MakeOptimizer, groups: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
+    def build_optimizer(
+        self, make: strategy.MakeOptimizer, groups: Iterable[dict[str, Any]]
+    ) -> torch.optim.Optimizer:
         if self.ranks.world_size == 1:
             return super().build_optimizer(make, groups)
         self._local = {
@@ -99,7 +93,7 @@ class TorchFsdp(Strategy):
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
         if self.ranks.world_size == 1:
             return super().clip_gradients(max_norm)
-        gradients = present_gradients(self._local.values())
+        gradients = strategy.present_gradients(self._local.values())
         square = gradient_norm(gradients).to(self.ranks.device).square()
         dist.all_reduce(square)
         norm = square.sqrt()
@@ -108,8 +102,5 @@ class TorchFsdp(Strategy):
 
 
 def _refuse(*_: object) -> None:
-    raise UsageError(
-        "parallel.rival_saves_nothing",
-        'parallel.strategy: "torch_fsdp" is for benches, and saves no checkpoints',
-        hint='use "fsdp"',
-    )
+    message = 'parallel.strategy: "torch_fsdp" is for benches, and saves no checkpoints'
+    raise UsageError("parallel.rival_saves_nothing", message, hint='use "fsdp"')

@@ -80,9 +80,8 @@ def library(head_dim: int, *, bf16: bool, capability: tuple[int, int], build: st
     if rest or ptx != build:
         arch, target, build = 75, "arch=compute_75,code=compute_75", (ptx + rest).strip(",")
     flags = ["-shared", "-O3", "-std=c++17", "-Xcompiler", "-fPIC", "-gencode", target]
-    flags += [
-        f"-D{name}={value}" for name, value in macros(padded, bf16=bf16, arch=arch, build=build).items()
-    ]
+    defined = macros(padded, bf16=bf16, arch=arch, build=build)
+    flags += [f"-D{name}={value}" for name, value in defined.items()]
     compiler = nvcc()
     sources = sorted(path for path in SOURCES.iterdir() if path.suffix in (".cu", ".cuh"))
     ingredients = [compiler, *flags, platform.platform(), *(source.read_text("utf-8") for source in sources)]
@@ -94,11 +93,9 @@ def library(head_dim: int, *, bf16: bool, capability: tuple[int, int], build: st
         if done.returncode:
             lines = (done.stderr + done.stdout).splitlines() or ["it said nothing"]
             words = next((line for line in lines if "error" in line.lower()), lines[-1])
-            raise LmkitError(
-                "attention.build_failed",
-                f"flash_cuda: {compiler} failed with exit code {done.returncode}: {words.strip()[:200]}",
-                hint="the toolkit has to know this GPU and this C++ compiler; or choose flash_triton or sdpa",
-            )
+            message = f"flash_cuda: {compiler} failed with exit code {done.returncode}: {words.strip()[:200]}"
+            hint = "the toolkit has to know this GPU and this C++ compiler; or choose flash_triton or sdpa"
+            raise LmkitError("attention.build_failed", message, hint=hint)
 
     code = load_compiled(name, compile_to, what="flash_cuda")
     for name in ("forward", "backward", "naive_forward", "naive_backward"):
@@ -113,11 +110,9 @@ def nvcc() -> str:
     found = [shutil.which("nvcc", path=f"{home}/bin") for home in homes if home]
     path = found[0] or shutil.which("nvcc") or found[-1]
     if path is None:
-        raise UsageError(
-            "attention.no_compiler",
-            "flash_cuda needs nvcc, the compiler of the CUDA toolkit, which was not found",
-            hint="install the toolkit and set CUDA_HOME, or choose flash_triton or sdpa",
-        )
+        message = "flash_cuda needs nvcc, the compiler of the CUDA toolkit, which was not found"
+        hint = "install the toolkit and set CUDA_HOME, or choose flash_triton or sdpa"
+        raise UsageError("attention.no_compiler", message, hint=hint)
     return path
 
 

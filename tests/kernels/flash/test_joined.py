@@ -6,8 +6,7 @@ from marking import full_but
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from lmkit.attention.flash_triton import flash_triton
-from lmkit.attention.joined import flash_triton_joined, heads_of
+from lmkit.attention.flash_triton import flash_triton, flash_triton_joined, heads_of
 from lmkit.kernels.rope import rope_
 from lmkit.model.operations import PLAIN
 
