@@ -51,8 +51,12 @@ class AdamW(torch.optim.Optimizer):
         if not weight_decay >= 0:
             raise ValueError(f"weight_decay must be 0 or more, got {weight_decay}")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        if any(param.is_complex() for group in self.param_groups for param in group["params"]):
-            raise ValueError("complex parameters are not supported: optimize torch.view_as_real of them")
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.is_complex():
+                    raise ValueError(
+                        "complex parameters are not supported: optimize torch.view_as_real of them"
+                    )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from lmkit.core.attention import first_in_document, first_in_window, reference
 from lmkit.core.autograd import differentiable_once, is_transformed
 from lmkit.core.kv_cache import KVCache
-from lmkit.core.loss import SliceLoss, linear_cross_entropy
+from lmkit.core.loss import SliceLoss, cross_entropy, linear_cross_entropy
 from lmkit.core.ranges import range_
 
 INITIAL_POSITIONS = 1 << 17
@@ -487,16 +487,6 @@ class Head(Linear):
         return linear_cross_entropy(hidden, self.weight, targets, slice_loss=self.slice_loss)
 
 
-def loss_of_head(head: nn.Module, hidden: Tensor, targets: Tensor, *operations: Any) -> Tensor:
-    """Return the loss of the last layer; of one that replaces it, an adapter perhaps, by all its logits."""
-    if isinstance(head, Head):
-        return head(hidden, targets, *operations)
-    logits = head(hidden).flatten(0, -2)  # (batch * seq, vocab_size)
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    sums = F.cross_entropy(wide, targets.flatten().clamp_min(-1), ignore_index=-1, reduction="sum")
-    return sums / (targets >= 0).sum().clamp_min(1)
-
-
 class TransformerLM(nn.Module):
     """The whole model.
 
@@ -598,4 +588,7 @@ class TransformerLM(nn.Module):
         """
         hidden = self.hidden_states(ids)  # (batch, seq, d_model)
         with range_("loss"):
-            return loss_of_head(self.lm_head, hidden, targets)
+            if isinstance(self.lm_head, Head):
+                return self.lm_head(hidden, targets)
+            logits = self.lm_head(hidden)  # (batch, seq, vocab_size), of a layer that replaced it
+            return cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets)

@@ -149,10 +149,11 @@ class Muon(AdamW):
 
     def _complete_groups(self) -> None:
         for group in self.param_groups:
-            if group.get("is_matrix") and any(param.dim() != 2 for param in group["params"]):
-                raise ValueError(
-                    "a group with is_matrix has a parameter that is no matrix, or a rank's part of one"
-                )
+            for param in group["params"] if group.get("is_matrix") else ():
+                if param.dim() != 2:
+                    raise ValueError(
+                        "a group with is_matrix has a parameter that is no matrix, or a part of one"
+                    )
             for key in ("lr_ratio", "momentum", "iterations"):
                 group.setdefault(key, self.defaults[key])
 

@@ -319,10 +319,11 @@ class TransformerLM(core.TransformerLM):
         return kept_by_layers(self.config, form, tokens=x.shape[0] * x.shape[1])
 
     def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
+        if not isinstance(self.lm_head, Head):
+            return super().loss(ids, targets)
         hidden = self.hidden_states(ids)  # (batch, seq, d_model)
         with range_("loss"):
-            operations = PLAIN if is_transformed() else self.operations
-            return core.loss_of_head(self.lm_head, hidden, targets, operations)
+            return self.lm_head(hidden, targets, PLAIN if is_transformed() else self.operations)
 
 
 def compile_model(

@@ -86,6 +86,8 @@ Tensors = Mapping[str, torch.Tensor]
 Files = Mapping[str, Tensors]
 """file name -> its tensors by name"""
 Layout = dict[str, Any]
+_NUMBERS = (torch.int64, torch.float64)
+"""What numbers among the states of an optimizer become, without dimensions."""
 _NO_NUMBER = ":tensor"
 """End of the name of a state that looks like a saved number, and is a tensor."""
 States = dict[str, dict[str, Any]]
@@ -120,14 +122,10 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dic
             elif not isinstance(value, torch.Tensor) or value.is_complex() or value.layout != torch.strided:
                 kind = value.type() if isinstance(value, torch.Tensor) else type(value).__name__
                 raise _not_saved(optimizer, f"{key} of {name}, of the type {kind}")
-            elif _looks_like_number(value):
+            elif not value.dim() and value.dtype in _NUMBERS:
                 key += _NO_NUMBER
             tensors[f"{name}.{key}"] = value.detach()
     return tensors
-
-
-def _looks_like_number(value: torch.Tensor) -> bool:
-    return value.dim() == 0 and value.dtype in (torch.int64, torch.float64)
 
 
 def _not_saved(optimizer: torch.optim.Optimizer, what: str) -> LmkitError:
@@ -140,16 +138,17 @@ def group_numbers(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], ...
     """Return the numbers in an optimizer's groups that its steps may have changed: those that are neither its
     defaults nor what the recipe sets."""
     set_by_recipe = {*OptimizerConfig.model_fields, "is_matrix"}
-    return tuple(
-        {
-            key: float(value) if isinstance(value, torch.Tensor) else value
-            for key, value in group.items()
-            if (isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.dim() == 0))
-            and key not in set_by_recipe
-            and optimizer.defaults.get(key) != value
-        }
-        for group in optimizer.param_groups
-    )
+    found = []
+    for group in optimizer.param_groups:
+        numbers: dict[str, Any] = {}
+        for key, value in group.items():
+            is_number = isinstance(value, int | float) or (
+                isinstance(value, torch.Tensor) and not value.dim()
+            )
+            if is_number and key not in set_by_recipe and optimizer.defaults.get(key) != value:
+                numbers[key] = float(value) if isinstance(value, torch.Tensor) else value
+        found.append(numbers)
+    return tuple(found)
 
 
 def own_files(step: Step) -> Files:
@@ -214,7 +213,7 @@ def load_optimizer_tensors(
             for key, value in [*state.items()]:
                 if key.endswith(_NO_NUMBER):
                     state[key.removesuffix(_NO_NUMBER)] = state.pop(key)
-                elif isinstance(value, torch.Tensor) and _looks_like_number(value):
+                elif isinstance(value, torch.Tensor) and not value.dim() and value.dtype in _NUMBERS:
                     state[key] = value.item()
     # Layouts are free-form JSON.
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:

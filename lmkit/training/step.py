@@ -215,10 +215,6 @@ class Step(core.Step):
         if self.before_update is not None:
             self.before_update()
 
-    def set_lr(self, lr: float | Tensor) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-
     def _update(self, loss: Tensor, norm: Tensor, lr: float | Tensor) -> Tensor:
         """Step the optimizer if the ranks agree that the gradients are good; return the report for `Outcome`."""
         ranks, loss, norm = self.ranks, loss.float(), norm.float()
@@ -241,7 +237,8 @@ class Step(core.Step):
         flags = torch.stack((agreed[0], nonfinite, agreed[1], applied))  # int32: the widest of them
         report = torch.cat((flags, agreed[3:], norm.view(torch.int32)[None]))
         with range_("optimizer"):
-            self.set_lr(lr)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
             if self.decider is not None:
                 self.decider.decision = report[APPLIED]
             if self.decider is not None or report[APPLIED]:  # the latter waits for the device
@@ -323,6 +320,10 @@ class StepGraph:
         elif always:
             self._decide(True, "as train.cuda_graph says")
 
+    def _set_lr(self, lr: float | Tensor) -> None:
+        for group in self._step.optimizer.param_groups:
+            group["lr"] = lr
+
     def _refusal(self) -> str:
         """Return why the step cannot be captured; empty if it can."""
         step = self._step
@@ -357,7 +358,7 @@ class StepGraph:
             self._inputs.copy_(inputs)
             self._targets.copy_(targets)
             self._lr.fill_(lr)
-            self._step.set_lr(lr)
+            self._set_lr(lr)
             self._graph.replay()
             return self._report.clone()  # the next replay writes to it
 
@@ -431,7 +432,7 @@ class StepGraph:
             generator.graphsafe_set_state(before)  # PyTorch leaves it in the state of a capture
             step.sync.reset()
             step.optimizer.zero_grad(set_to_none=True)
-        step.set_lr(lr)
+        self._set_lr(lr)
         if step.ranks.world_size > 1 and agree(step.ranks, stop=self._graph is None) and self._graph:
             self._graph = None
             self._decide(False, "another rank cannot capture its step")
