@@ -1,5 +1,6 @@
 """What the code of plugins raises, or wrongly returns, is one line that names the entry and the file."""
 
+import functools
 from contextlib import nullcontext
 
 import pytest
@@ -103,7 +104,7 @@ CALLED = {
     ("entry", "returned", "found"),
     [
         *(("attention kernel 'my_kernel'", *case) for case in (
-            ("None", "NoneType"), ("(q, None)", "tuple"), ("q[:, :1]", "(2, 1, "), ("q.double()", "float64"),
+            ("None", "NoneType"), ("(q, None)", "tuple"), ("q[:, :1]", "(3, 1, "), ("q.double()", "float64"),
             ("q.to('meta')", "on meta"), ("q", "wrong attention: relative error"),
             ("q.detach()", "a tensor without a gradient"),
             ("q * float('nan')", "wrong attention: relative error nan"),
@@ -191,6 +192,27 @@ def forgets_its_inputs(q, k, v, *, causal, scale=None):
     return reference(*(x.detach().requires_grad_() for x in (q, k, v)), causal=causal, scale=scale)
 
 
+def wrong_without_gradients(q, k, v, *, causal, scale=None):
+    return reference(q, k, v, causal=causal, scale=scale) * (1 if torch.is_grad_enabled() else 2)
+
+
+@functools.cache
+def remembered(shape):
+    return []
+
+
+def remembers_without_gradients(q, k, v, *, causal, scale=None):
+    out = reference(q, k, v, causal=causal, scale=scale)
+    if torch.is_grad_enabled():
+        return out
+    remembered(q.shape).append(out)
+    return remembered(q.shape)[0]
+
+
+def wrong_for_three(q, k, v, *, causal, scale=None):
+    return reference(q, k, v, causal=causal, scale=scale) * (1 if len(q) < 3 else 2)
+
+
 def ignores_first(q, k, v, *, causal, scale=None, first=None):
     return reference(q, k, v, causal=causal, scale=scale)
 
@@ -207,6 +229,9 @@ def joined_without_groups(qkv, *, kv_heads, head_dim):
     [
         *((right, {}, ""), (right, {"windows": True}, ""), (without_gradient_of_v, {}, "wrong gradients: ")),
         (forgets_its_inputs, {}, "wrong gradients: "),
+        (wrong_without_gradients, {}, "wrong attention under no_grad: "),
+        (remembers_without_gradients, {}, "wrong attention under no_grad: "),
+        (wrong_for_three, {}, "wrong attention: "),
         (ignores_first, {"windows": True}, "wrong attention with first=: "),
         (ignores_first, {"sees_all": False}, ""),
         (right, {"joined": f"{__name__}:joined_without_groups"}, "wrong attention of a joined projection: "),

@@ -157,7 +157,7 @@ def check_values(name: str, qkv: Tensor, kv_heads: int, head_dim: int) -> None:
         q, k, v = heads.split((heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
         return kernel(q, k, v, causal=True, **options).transpose(1, 2).flatten(2)
 
-    def results(compute: Callable[[Tensor], Tensor], qkv: Tensor) -> tuple[Tensor, Tensor]:
+    def results(compute: Callable[[Tensor], Tensor], qkv: Tensor) -> tuple[Tensor, ...]:
         given = qkv.detach().requires_grad_()
         with torch.enable_grad():
             out = compute(given)
@@ -165,7 +165,9 @@ def check_values(name: str, qkv: Tensor, kv_heads: int, head_dim: int) -> None:
                 raise wrong_result(ATTENTION, name, "a tensor without a gradient")
             # Squares: a gradient that is equal everywhere hides errors.
             (gradient,) = torch.autograd.grad(out.square().sum(), given, materialize_grads=True)
-        return out.detach().double(), gradient.double()
+        with torch.no_grad():  # as in evaluation; twice, because a kernel may remember its first call
+            evaluated = torch.cat([compute(qkv), compute(qkv.flip(0)).flip(0)])
+        return out.detach().double(), gradient.double(), evaluated.double()
 
     cases: list[dict[str, Any]] = [{}]
     if facts.windows:
@@ -178,9 +180,8 @@ def check_values(name: str, qkv: Tensor, kv_heads: int, head_dim: int) -> None:
             joint = partial(joined, kv_heads=kv_heads, head_dim=head_dim, **options)
             forms[" of a joined projection"] = joint
         for form, compute in forms.items():
-            for what, mine, right in zip(
-                ("attention", "gradients"), results(compute, qkv), exact, strict=True
-            ):
+            kinds = "attention", "gradients", "attention under no_grad"
+            for what, mine, right in zip(kinds, results(compute, qkv), exact, strict=True):
                 error = float((mine - right).norm() / right.norm())
                 if not error <= LARGEST_ERROR[qkv.dtype]:  # also NaN
                     given = "".join(f" with {argument}=" for argument in options)

@@ -253,12 +253,14 @@ class Tokenizer:
         begun = np.cumsum([0, *(np.frombuffer(data, np.uint8) & 0xC0 != 0x80)]).tolist()
         added = {token_id: token for token, token_id in self.specials.ids.items()}
         offsets, end = [], 0
-        for token_id in ids:
+        for token_id, next_id in itertools.pairwise([*ids, -1]):
             start, word, token = end, self.vocab[token_id], added.get(token_id)
             if token is not None and not data.startswith(word, start):
                 word = token.text.encode()
             end = data.index(word, start) + len(word)  # spaces may come before it, which it has taken
-            if token is not None and token.rstrip and (spaces := SPACE_RUN.match(data, end)):
+            follows = added.get(next_id)  # it takes spaces before it first, if it is searched for first
+            is_late = token and token.normalized and follows and follows.lstrip and not follows.normalized
+            if token is not None and token.rstrip and not is_late and (spaces := SPACE_RUN.match(data, end)):
                 end = spaces.end()
             offsets.append((begun[start + 1] - 1, begun[end]))
         if not add_special_tokens:

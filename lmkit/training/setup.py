@@ -265,7 +265,7 @@ def check_device(recipe: Recipe, device: torch.device) -> None:
     one_query = torch.empty(1, 1, 1, model.head_dim, dtype=dtype, device=device)
     check_kernel(model.attention, one_query)
     width = (model.num_heads + 2 * model.kv_heads) * model.head_dim
-    random = torch.randn(2, length, width, generator=torch.Generator().manual_seed(0))
+    random = torch.randn(3, length, width, generator=torch.Generator().manual_seed(0))
     check_values(model.attention, random.to(device, dtype), model.kv_heads, model.head_dim)
     check_operations(model, train.precision, device)
     if train.precision == "fp8":

@@ -99,6 +99,7 @@ def test_offsets_are_those_of_tokenizers(trained: Tokenizer, tmp_path: Path, kin
         AddedToken("<m>", lstrip=True),
         AddedToken("<r>", special=False, rstrip=True),
         AddedToken("<b>", True, False, True, True),
+        AddedToken("<n>", False, True, False, True),
     )
     tokenizer = {
         "trained": trained,
@@ -106,7 +107,7 @@ def test_offsets_are_those_of_tokenizers(trained: Tokenizer, tmp_path: Path, kin
         "whitespace": changed(trained, special_tokens=(AddedToken(END), *mark)),
     }[kind]
     other = theirs(tokenizer, tmp_path)
-    for text in random_texts(2, [*WORDS, "<m>", "<r>", "<b>"]):
+    for text in ["x<n>  <m>y", *random_texts(2, [*WORDS, "<m>", "<r>", "<b>", "<n>"])]:
         for around in (True, False):
             encoding = other.encode(text, add_special_tokens=around)
             found = tokenizer.encode_with_offsets(text, add_special_tokens=around)
