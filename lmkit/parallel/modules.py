@@ -352,7 +352,8 @@ class _FinishedByThePass(Fsdp):
         places = {piece.parameter: (flat, piece.part) for flat, piece in self._pieces}
         parts = ((piece.name, piece.part) for _, piece in self._pieces)
         self.watch = _Watch("FSDP", parts, model, memory=True)
-        for _, piece in self._pieces:
+        for flat, piece in self._pieces:
+            flat.gives_empty = True
             piece.part.whole_dim = piece.parameter.dim()  # type: ignore[attr-defined]
         for name, module in model.named_modules():
             module.__dict__["_parameters"] = _Sliced(

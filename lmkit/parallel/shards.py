@@ -96,12 +96,14 @@ class FlatShards:
         pieces: the parts of `shard`, one for each parameter.
         offsets: where each parameter begins in the flat tensor, and where the last one ends.
         gradient: mean gradient of the shard over the ranks, (shard_size,), or None.
+        gives_empty: whether pieces without elements get gradients, too.
         saves_masters: whether `shard` is a part of the optimizer's state, because the weights are its rounding.
         size: elements of the flat tensor, world_size * shard_size.
     """
 
     shard: torch.Tensor
     saves_masters = False
+    gives_empty = False
     _copies_mean = True  # so that the flat tensor of all ranks' gradients is released
 
     def __init__(
@@ -216,7 +218,8 @@ class FlatShards:
     def give_gradients(self, unused: Set[nn.Parameter]) -> None:
         """Set the `grad` of the pieces to their parts of the gradient, but not of `unused` parameters."""
         self._is_given = self.gradient is not None
-        for piece in self.held() if self.gradient is not None else ():
+        pieces = self.pieces if self.gives_empty else self.held()
+        for piece in pieces if self.gradient is not None else ():
             if piece.parameter not in unused:
                 piece.part.grad = self.gradient[piece.in_shard]  # type: ignore[index]
 

@@ -130,6 +130,9 @@ def the_wrapped_module_and_its_methods_are_called_as_the_wrapper(ranks: Ranks) -
         with pytest.raises(AttributeError, match="no_such"):
             model.no_such  # noqa: B018
         check_trains(ranks, model, oracle, loss)
+        for parameter in model.parameters():  # also where this rank has no elements
+            assert parameter.grad.shape == parameter.shape
+            assert parameter.grad.dtype == parameter.dtype
     narrow = FSDP(Net().float(), torch.bfloat16)
     assert narrow.hidden(inputs(ranks)[0].float()).dtype == torch.bfloat16
 
