@@ -100,7 +100,8 @@ def prepare_corpus(
                 parts.append(paths)
                 continue
             with atomic_path(target) as partial:
-                _join(key, paths, table, partial, mark, progress)
+                if not _join(paths, table, partial, mark, progress):
+                    raise _empty(key, paths)
                 if not table.valid:
                     _hold_out(partial, valid, table, mark)
             parts.append((target,))
@@ -162,7 +163,9 @@ def plain_text_files(
                 texts[number] = Path(made, f"{number}.txt")
                 with naming(f"the text of {path}, in {made}"):
                     table = CorpusConfig(errors=errors, field=field or "text", separator=separator)
-                    _join("sources", [path], table, texts[number], mark, progress)
+                    _join([path], table, texts[number], mark, progress)
+        if not any(text.stat().st_size for text in texts):
+            raise _empty("sources", as_paths(paths))
         yield texts
 
 
@@ -253,14 +256,13 @@ def _find_cut(file: BinaryIO, table: CorpusConfig, mark: str | None) -> int:
 
 
 def _join(
-    key: str,
     paths: Sequence[Path],
     table: CorpusConfig,
     target: Path,
     mark: str | None,
     progress: Progress | None,
-) -> None:
-    """Write the text of all files, with `mark` between files and after each JSON document."""
+) -> int:
+    """Write the text of all files, with `mark` between files and after each JSON document; return its bytes."""
     sizes = [0 if path.is_fifo() else text_file_status(path).st_size for path in paths]
     end, done, written = (mark or "").encode(), 0, 0
     with open(target, "wb") as file:
@@ -287,8 +289,7 @@ def _join(
                 raise no_end_of_text(path)
             if blank_behind(ending, end) is None:  # two files are two documents
                 file.write(end)
-    if not written:
-        raise _empty(key, paths)
+    return written
 
 
 def blank_behind(tail: bytes, mark: bytes) -> int | None:

@@ -185,6 +185,14 @@ def test_bad_json_lines_name_the_line(write, split, tmp_path, content, code, whe
     assert list((tmp_path / "corpus").iterdir()) == []
 
 
+def test_a_source_without_text_among_others_is_left_out(write):
+    empty, text = write("w.jsonl", '{"text": "a", "weight": 0}'), write("b.txt", "b")
+    with plain_text_files([empty, text]) as texts:
+        assert [path.read_text() for path in texts] == ["", "b"]
+    with raises(UsageError, "corpus.empty", "w.jsonl"), plain_text_files([empty, empty]):
+        pass
+
+
 @pytest.mark.parametrize(
     ("content", "offset", "replaced"),
     [
