@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from raising import raises
 from rank_runner import run_checks
-from torch import nn
+from torch import nn, optim
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -430,6 +430,43 @@ def data_parallel_copies_and_pickles_as_pytorchs(ranks: Ranks) -> None:
     averaged = torch.optim.swa_utils.AveragedModel(made[0])
     averaged.update_parameters(made[0])
     assert torch.equal(averaged(x), made[0](x))
+
+
+OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
+    *((optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": nesterov}) for nesterov in (False, True)),
+    *((kind, {"lr": 0.05}) for kind in (optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam)),
+    *(
+        (kind, {"lr": 0.05})
+        for kind in (optim.RMSprop, optim.Adagrad, optim.Adadelta, optim.ASGD, optim.Rprop)
+    ),
+]
+
+
+@check
+def sharded_optimizers_step_as_pytorchs_zero(ranks: Ranks) -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns of its own use of torch.jit
+
+    for kind, settings in OPTIMIZERS:
+        models = [nn.Sequential(nn.Linear(WIDTH, 7), nn.Tanh(), nn.Linear(7, 3)).double() for _ in range(3)]
+        for parameter in models[0].parameters():
+            dist.broadcast(parameter.data, src=0)
+        plain, mine, theirs = (model.parameters() for model in models)
+        for model in models[1:]:
+            model.load_state_dict(models[0].state_dict())
+        optimizers = [
+            kind(plain, **settings),
+            ShardedOptimizer(mine, kind, **settings),
+            ZeroRedundancyOptimizer(theirs, kind, **settings),
+        ]
+        for step in range(4):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                optimizer.zero_grad()
+                model(inputs(ranks, step)[0]).square().sum().backward()
+                optimizer.param_groups[0]["lr"] = settings["lr"] / (step + 1)
+                optimizer.step()
+        for values in zip(*(model.parameters() for model in models), strict=True):
+            for value in values[1:]:
+                torch.testing.assert_close(value, values[0], rtol=0, atol=1e-12)
 
 
 def on_gpus() -> dict[str, list[str]]:
