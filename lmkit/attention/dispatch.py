@@ -137,7 +137,8 @@ def check_kernel(name: str, q: Tensor) -> None:
 
 
 def check_values(name: str, qkv: Tensor, kv_heads: int, head_dim: int) -> None:
-    """Compare a plugin's kernel, and its function on a joined projection, with `reference` before it trains a model.
+    """Compare a plugin's kernel, and its function on a joined projection, with `reference` before it trains a model:
+    outputs and gradients, and outputs under `no_grad`.
 
     Kernels of lmkit and kernels that do not see all keys are not compared.
 

@@ -145,7 +145,7 @@ class Conversation:
 
         if (template := self._template) is None:
             return encode("\n" + line if line and self._goes_on else line, allowed_special=frozenset())
-        # An answer that was cut has no end; else the end's token is there, and may take the white space behind it.
+        # The end of the last answer is there, unless the answer was cut; it may take the white space behind it.
         before = encode(self._before + template.head("user"))[0 if self._goes_on else self._known :]
         self._before, self._known = template.after, 1
         asked = encode(line.strip(), allowed_special=frozenset())

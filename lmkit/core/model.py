@@ -529,6 +529,7 @@ class TransformerLM(nn.Module):
 
     @property
     def is_tied(self) -> bool:
+        """Whether embedding and head are one parameter."""
         return self.lm_head.weight is self.token_embeddings.weight
 
     def tie_weights(self) -> None:
@@ -579,8 +580,9 @@ class TransformerLM(nn.Module):
         return self.lm_head(self.hidden_states(ids, cache))
 
     def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy of the targets in nats per token, a float32 scalar. The head's call returns
-        it, and so hooks of the head see it in place of logits.
+        """Return the mean cross-entropy of the targets in nats per token, a float32 scalar.
+
+        The call of the head returns it: hooks of the head see this loss, not logits.
 
         Args:
             ids: (batch, seq)

@@ -258,7 +258,7 @@ class Tokenizer:
             if token is not None and not data.startswith(word, start):
                 word = token.text.encode()
             end = data.index(word, start) + len(word)  # spaces may come before it, which it has taken
-            follows = added.get(next_id)  # it takes spaces before it first, if it is searched for first
+            follows = added.get(next_id)  # searched for earlier, it has taken the spaces between the two
             is_late = token and token.normalized and follows and follows.lstrip and not follows.normalized
             if token is not None and token.rstrip and not is_late and (spaces := SPACE_RUN.match(data, end)):
                 end = spaces.end()

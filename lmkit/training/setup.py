@@ -303,7 +303,7 @@ def check_operations(model: ModelConfig, precision: str, device: torch.device) -
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for theirs, parameter in zip(exact.parameters(), mine.parameters(), strict=True):
-            # Means far from 0 and gains apart from 1: other formulas show.
+            # Means far from 0 and gains other than 1 show other formulas.
             noise = torch.rand(parameter.shape, generator=generator).to(device)
             is_embedding = parameter is mine.token_embeddings.weight
             parameter.add_(1 if is_embedding else noise * (parameter.dim() == 1))

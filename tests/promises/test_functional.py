@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from small_models import SIZES, SWITCHES
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jvp, stack_module_state, vmap
@@ -14,14 +15,6 @@ from lmkit.model import ModelConfig, TransformerLM, linear_cross_entropy
 
 Parameters = dict[str, Tensor]
 Loss = Callable[[nn.Module, Parameters, Tensor], Tensor]
-SIZES = {"vocab_size": 31, "context_length": 16, "d_model": 16, "d_ff": 24, "num_layers": 2, "num_heads": 4}
-SWITCHES = {
-    "attention_window": 4,
-    "separate_documents": True,
-    "qk_norm": True,
-    "qkv_bias": True,
-    "num_kv_heads": 2,
-}
 MODELS = {
     "core": (core.TransformerLM, {}),
     "flash_torch": (TransformerLM, {"attention": "flash_torch"}),

@@ -8,19 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from small_models import SIZES, SWITCHES
 from torch import Tensor, nn
 
 from lmkit.core import model as core
 from lmkit.model import ModelConfig, TransformerLM
 
-SIZES = {"vocab_size": 31, "context_length": 16, "d_model": 16, "d_ff": 24, "num_layers": 2, "num_heads": 4}
-SWITCHES = {
-    "attention_window": 4,
-    "separate_documents": True,
-    "qk_norm": True,
-    "qkv_bias": True,
-    "num_kv_heads": 2,
-}
 FIELDS: dict[str, dict[str, Any]] = {
     "sdpa": {},
     "switches": {**SWITCHES, "tie_embeddings": True},
