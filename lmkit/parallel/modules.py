@@ -193,7 +193,7 @@ class ShardedOptimizer(Zero1Optimizer):
 
 
 class _Watch:
-    """Refuses what changed after a module or its parameters were wrapped: training would go wrong in silence.
+    """Refuse parameters that changed after they were wrapped: training would go wrong in silence.
 
     Args:
         owner: what wrapped them.
@@ -211,7 +211,7 @@ class _Watch:
     def look(self) -> None:
         for name, parameter, trained, memory in self._held:
             if parameter.requires_grad and not trained:
-                raise self.refusal("unfrozen", f"{name} was frozen then, and requires gradients now")
+                raise self.refusal("unfrozen", f"{name} was frozen at first, and requires gradients now")
             if trained and memory is not False and parameter.data_ptr() != memory:
                 raise self.refusal("moved", f"{name} lies in other memory now (.to, .half, .data = ...)")
         if self._module is not None and not self._known.issuperset(map(id, self._module.parameters())):
