@@ -61,9 +61,7 @@ def ids() -> Tensor:
     return torch.randint(31, (3, 9), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*torch.jit.script:DeprecationWarning"
-)  # PyTorch's forward mode compiles with it
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # PyTorch's forward mode compiles with it
 @pytest.mark.parametrize("loss", [of_logits, own_loss])
 @pytest.mark.parametrize("name", MODELS)
 def test_transforms_of_a_model_give_what_backward_gives(name: str, loss: Loss, ids: Tensor) -> None:
@@ -86,7 +84,7 @@ def test_transforms_of_a_model_give_what_backward_gives(name: str, loss: Loss, i
         torch.testing.assert_close(forward_ad.unpack_dual(loss(model, duals, ids)).tangent, slope)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 @pytest.mark.parametrize("loss", [of_logits, own_loss])
 def test_second_derivatives_come_from_torch_func_and_are_refused_elsewhere(loss: Loss, ids: Tensor) -> None:
     model, gain = make("sdpa"), torch.linspace(0.5, 1.5, 16, dtype=torch.float64)
