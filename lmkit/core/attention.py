@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmkit.core.autograd import differentiable_once, is_transformed
+from lmkit.core.autograd import autocast_dtype, differentiable_once, is_transformed, without_autocast
 from lmkit.core.ranges import range_
 
 SECOND_DERIVATIVES = "the attention kernels reference and vectorized have second derivatives"
@@ -116,7 +116,7 @@ class FlashAttention(torch.autograd.Function):
         scale: float | None = None,
         first: Tensor | None = None,
     ) -> Tensor:
-        with torch.autocast(q.device.type, enabled=False):
+        with without_autocast(q.device.type):
             heads, k_heads, v_heads = (with_heads(x, q) for x in (q, k, v))
             heads, k_heads, v_heads, scale = prepare_inputs(heads, k_heads, v_heads, scale)
             out, lse = flash_forward(heads, k_heads, v_heads, causal, scale, first)
@@ -128,7 +128,7 @@ class FlashAttention(torch.autograd.Function):
     @staticmethod
     @differentiable_once("flash_torch", instead=SECOND_DERIVATIVES)  # lse has no gradient
     def backward(ctx: Any, saved: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        with torch.autocast(grads[0].device.type, enabled=False):
+        with without_autocast(grads[0].device.type):
             dout, q, k, v, out, lse = (with_heads(x, saved[0]) for x in (grads[0], *saved))
             dq, dk, dv = flash_backward(dout, q, k, v, out, lse, ctx.causal, ctx.scale, ctx.first)
         dq, dk, dv = (gradient.view(x.shape) for gradient, x in zip((dq, dk, dv), saved[:3], strict=True))
@@ -298,10 +298,9 @@ def prepare_inputs(
         raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} key/value heads")
     if not q.device == k.device == v.device:
         raise ValueError(f"q, k and v must be on one device, got {q.device}, {k.device} and {v.device}")
-    device_type = q.device.type
-    if torch.is_autocast_enabled(device_type) and torch.float64 not in (q.dtype, k.dtype, v.dtype):
+    dtype = autocast_dtype(q.device.type)
+    if dtype is not None and torch.float64 not in (q.dtype, k.dtype, v.dtype):
         # RoPE may return float32 queries while the values are bfloat16: cast all three to one dtype.
-        dtype = torch.get_autocast_dtype(device_type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k and v must share one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")

@@ -1,8 +1,9 @@
-"""Refuse second derivatives of autograd functions whose backward pass builds no graph; tell where none can run."""
+"""What autograd functions ask of PyTorch: whether one can run, the dtype under autocast, no second derivatives."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any
 
@@ -19,6 +20,22 @@ def is_transformed() -> bool:
     They cannot look into an autograd function: call PyTorch's operations there, which they transform by themselves.
     """
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """Return the dtype to which autocast casts the factors of a matrix product; None: autocast is off."""
+    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(
+        device_type
+    ):  # "meta"
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
+def without_autocast(device_type: str) -> AbstractContextManager:
+    """Disable autocast; PyTorch's context manager refuses devices that have none, such as "meta"."""
+    if torch.amp.is_autocast_available(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
 
 
 def differentiable_once(name: str, *, instead: str) -> Callable[[Backward], Backward]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lmkit.core.autograd import differentiable_once, is_transformed
+from lmkit.core.autograd import autocast_dtype, differentiable_once, is_transformed, without_autocast
 
 SliceGradient = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Computes (logits, targets) -> (losses, their gradient): a `SliceLoss`, perhaps compiled."""
@@ -120,8 +120,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, slice_loss: SliceGradient, rows: int
     ) -> tuple[Tensor, Tensor]:
         device_type = hidden.device.type
-        autocast = torch.is_autocast_enabled(device_type)
-        dtype = torch.get_autocast_dtype(device_type) if autocast else weight.dtype
+        dtype = autocast_dtype(device_type) or weight.dtype
         wide = torch.promote_types(dtype, torch.float32)
         h, w = hidden.to(dtype), weight.to(dtype)  # (tokens, d_model), (vocab_size, d_model)
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
@@ -131,7 +130,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         is_target = (targets >= 0).unsqueeze(1)  # (tokens, 1)
         num_targets = is_target.sum().clamp(min=1)
 
-        with torch.autocast(device_type, enabled=False):
+        with without_autocast(device_type):
             for start in range(0, len(h), rows):
                 part = slice(start, start + rows)
                 logits = h[part] @ w.t()  # (slice, vocab_size)

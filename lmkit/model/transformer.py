@@ -18,7 +18,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from lmkit.attention import attention_function, joined_function
 from lmkit.core import model as core
-from lmkit.core.autograd import is_transformed
+from lmkit.core.autograd import autocast_dtype, is_transformed
 from lmkit.core.kv_cache import KVCache
 from lmkit.core.model import ALL_EARLIER, Firsts, Linear, rotate_joint
 from lmkit.core.ranges import range_
@@ -313,7 +313,7 @@ class TransformerLM(core.TransformerLM):
         """Return what each block keeps of x (batch, seq, d_model) for the backward pass."""
         device, operations = x.device.type, self.layers.operations or self.operations
         stream, compiled = x.element_size(), self.config.compile != "none"
-        product = torch.get_autocast_dtype(device).itemsize if torch.is_autocast_enabled(device) else stream
+        product = (autocast_dtype(device) or x.dtype).itemsize
         reuses_memory = OPERATIONS.facts(operations.name).reuses_memory
         form = Form(reuses_memory, device, stream=stream, product=product, compiled=compiled)
         return kept_by_layers(self.config, form, tokens=x.shape[0] * x.shape[1])

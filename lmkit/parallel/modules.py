@@ -241,6 +241,9 @@ _BUCKET_BYTES = 50 * MIB
 _NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 
 
+Layers = nn.Module | type[nn.Module] | Iterable[nn.Module | type[nn.Module]]
+
+
 class FSDP(nn.Module):
     """Wrap a module so that every rank holds a share of its parameters, gradients and optimizer state.
 
@@ -262,7 +265,8 @@ class FSDP(nn.Module):
     Args:
         module: the same on every rank; all take rank 0's values. On "meta", layers are initialised one by one.
         compute_dtype: dtype to which gathered fp32 weights and inputs are cast; None: no cast.
-        layers: modules inside `module`, or their classes, that are gathered one by one besides its children.
+        layers: modules inside `module`, or their classes, that are gathered one by one besides its children; one or
+            several.
         reshard_after_forward: free a layer's weights between its forward and its backward pass.
 
     Raises:
@@ -275,7 +279,7 @@ class FSDP(nn.Module):
         module: nn.Module,
         compute_dtype: torch.dtype | None = None,
         *,
-        layers: Iterable[nn.Module | type[nn.Module]] = (),
+        layers: Layers = (),
         reshard_after_forward: bool = True,
     ) -> None:
         super().__init__()
@@ -302,13 +306,13 @@ class FSDP(nn.Module):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scale the gradients of all ranks to a joint norm of at most `max_norm`; functions that clip a list of
-        tensors see one rank alone. Return the norm before scaling, a float64 scalar. Collective.
+        """Scale the gradients of all ranks to a joint norm of at most `max_norm`. Return the norm before scaling, a
+        float64 scalar. Collective. `torch.nn.utils.clip_grad_norm_` raises UsageError: it sees one rank alone.
 
         Raises:
             ValueError: `max_norm` is not positive.
         """
-        gradients = present_gradients(self.parameters())
+        gradients = [gradient.detach() for gradient in present_gradients(self.parameters())]
         # float64, because a rank without elements does not know the others' dtype.
         norm = gradient_norm(gradients).to(self._sync.ranks.device, torch.float64)
         norm = norm_over_ranks(norm, self._sync._links.reductions)
@@ -325,10 +329,10 @@ def gather_full_parameters(model: FSDP) -> dict[str, torch.Tensor]:
     return model._sync.whole_weights()
 
 
-def _find_layers(module: nn.Module, wanted: Iterable[nn.Module | type[nn.Module]]) -> set[nn.Module]:
+def _find_layers(module: nn.Module, wanted: Layers) -> set[nn.Module]:
     found: set[nn.Module] = set()
     inside = list(module.modules())[1:]
-    for layer in wanted:
+    for layer in [wanted] if isinstance(wanted, type) or not isinstance(wanted, Iterable) else wanted:
         those = {m for m in inside if m is layer or (isinstance(layer, type) and isinstance(m, layer))}
         if not those:
             message = f"FSDP: layers: {layer!r:.80} is not inside {type(module).__name__}"
@@ -472,6 +476,8 @@ class _FinishedByThePass(Fsdp):
                 part.grad += other  # type: ignore[operator]
             if not part.requires_grad:  # frozen since it was wrapped
                 part.grad = None
+            if part.grad is not None and self.ranks.world_size > 1:
+                part.grad = part.grad.as_subclass(_OneRanksGradient)
         self._spread_nonfinite()
 
     def _spread_nonfinite(self) -> None:
@@ -485,6 +491,22 @@ class _FinishedByThePass(Fsdp):
     def reset(self) -> None:
         super().reset()
         self._heard.clear()
+
+
+_NORMS = {torch.linalg.vector_norm, torch.linalg.norm, torch.norm, torch.Tensor.norm, torch._foreach_norm}
+
+
+class _OneRanksGradient(torch.Tensor):
+    """The gradient of a slice, which refuses its norm: the other ranks' elements would be missing in it."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in _NORMS:
+            message = "FSDP: this gradient is one rank's part, whose norm is not the gradient's"
+            hint = "call clip_grad_norm_ of lmkit's FSDP module; detach() returns the part as a plain tensor"
+            raise UsageError("parallel.norm_of_part", message, hint=hint)
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs or {})
 
 
 def _is_given(flat: FreedShards, piece: Piece) -> bool:

@@ -224,6 +224,10 @@ def test_a_model_without_memory_gets_the_values_of_the_seed_later(make_model):
     on_meta = TransformerLM(config, device="meta", dtype=torch.bfloat16)
     assert {(p.device.type, p.dtype) for p in on_meta.parameters()} == {("meta", torch.bfloat16)}
     assert [(b.device.type, b.dtype) for b in on_meta.buffers()] == [("meta", torch.float32)]  # RoPE's
+    ids = torch.zeros(2, 4, dtype=torch.int64, device="meta")
+    logits, loss = on_meta(ids), on_meta.loss(ids, ids)
+    loss.backward()
+    assert (logits.device.type, logits.shape[:2], loss.shape) == ("meta", (2, 4), ())
     model = on_meta.float().to_empty(device="cpu")
     torch.manual_seed(3)
     for module in model.modules():

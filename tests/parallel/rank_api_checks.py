@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from raising import raises
 from rank_model import (
     FLOAT64_TOLERANCE,
     OrderlyModel,
@@ -27,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lmkit.core.adamw import decay_groups
 from lmkit.core.step import clip_gradients
+from lmkit.errors import UsageError
 from lmkit.measure.memory import claim_workspaces
 from lmkit.model.transformer import TransformerLM
 from lmkit.optim.adamw import AdamW
@@ -282,6 +284,9 @@ def check_fsdp_clips_the_joint_norm_and_decays_matrices(ranks: Ranks) -> None:
     model(inputs[ranks.rank]).square().sum().backward()
     with pytest.raises(ValueError, match="clip_grad_norm_"):
         clip_gradients(model.parameters(), 0.01)
+    for foreach in (True, False, None):
+        with raises(UsageError, "parallel.norm_of_part", hint="clip_grad_norm_"):
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01, foreach=foreach)
     norms = model.clip_grad_norm_(0.01), clip_gradients(oracle.parameters(), 0.01)
     torch.testing.assert_close(*norms)
     for either in (model, oracle):

@@ -170,12 +170,13 @@ def weights_read_outside_their_layers_calls_are_gathered(ranks: Ranks) -> None:
 def layers_are_named_by_class_or_module(ranks: Ranks) -> None:
     torch.manual_seed(0)
     oracle = nn.Sequential(Net(), nn.Linear(3, 3).double())
-    for layers, count in ((lambda m: [], 2), (lambda m: [nn.Linear], 6), (lambda m: m[0].blocks, 6)):
+    layers = (lambda m: [], lambda m: nn.Linear, lambda m: m[0].blocks, lambda m: m[0].head)
+    for choose, count in zip(layers, (2, 6, 6, 6), strict=True):
         module = copy.deepcopy(oracle)
-        model = FSDP(module, layers=layers(module))
+        model = FSDP(module, layers=choose(module))
         assert len(model._sync._flats) == count  # each is gathered by itself
         check_trains(ranks, model, copy.deepcopy(oracle))
-    for wrong in ([nn.Conv1d], [nn.Linear(1, 1)], [oracle]):
+    for wrong in ([nn.Conv1d], nn.Linear(1, 1), [oracle]):
         with raises(UsageError, "parallel.no_such_layer", "Sequential"):
             FSDP(oracle, layers=wrong)
 
