@@ -182,7 +182,9 @@ def attend_single_row_kernel(
 @triton.jit
 def window_begin(place, splits, SPLIT: tl.constexpr, WINDOW: tl.constexpr):
     """Return the first key that the token at `place` sees, and the first split: that of the key, or the last."""
-    first_key = tl.maximum(place - (WINDOW - 1), 0) if WINDOW else 0
+    if not WINDOW:
+        return 0, 0
+    first_key = tl.maximum(place - (WINDOW - 1), 0)
     return first_key, tl.minimum(first_key // SPLIT, splits - 1)
 
 
