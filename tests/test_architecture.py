@@ -185,7 +185,7 @@ BUDGETS = {
     "generation": 884,
     "kernels": 5531,
     "measure": 1438,
-    "model": 1229,
+    "model": 1240,
     "optim": 466,
     "parallel": 2552,
     "profile": 957,

@@ -55,8 +55,11 @@ def attention(
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit together.
+        TypeError: `causal` is a tensor, such as a mask.
         UsageError: the kernel is unknown or not installed, does not take a mask, or does not support the inputs.
     """
+    if isinstance(causal, Tensor):
+        raise TypeError("causal must be True or False; give booleans of a mask as mask=")
     if q.dim() == 3 and k.dim() == 3 and v.dim() == 3:
         if mask is not None and mask.dim() == 3:
             mask = mask.unsqueeze(1)  # (batch, 1, num_queries, num_keys)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -51,12 +52,13 @@ class AdamW(torch.optim.Optimizer):
         if not weight_decay >= 0:
             raise ValueError(f"weight_decay must be 0 or more, got {weight_decay}")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.is_complex():
-                    raise ValueError(
-                        "complex parameters are not supported: optimize torch.view_as_real of them"
-                    )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, which may override every setting."""
+        # Unwrapped: PyTorch's wrapper imports torch._dynamo, which is slow and needed only for torch.compile.
+        inspect.unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)
+        if any(param.is_complex() for param in self.param_groups[-1]["params"]):
+            raise ValueError("complex parameters are not supported: optimize torch.view_as_real of them")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

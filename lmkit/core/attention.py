@@ -284,6 +284,7 @@ def prepare_inputs(
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit together.
+        TypeError: `scale` is a tensor.
     """
     q_shape, k_shape = q.shape, k.shape  # read once: this runs before every call
     if len(q_shape) != 4 or len(k_shape) != 4 or k_shape != v.shape:
@@ -298,6 +299,10 @@ def prepare_inputs(
         raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} key/value heads")
     if not q.device == k.device == v.device:
         raise ValueError(f"q, k and v must be on one device, got {q.device}, {k.device} and {v.device}")
+    if not q.is_floating_point():
+        raise ValueError(f"q, k and v must be floating-point tensors, got {q.dtype}")
+    if isinstance(scale, Tensor):
+        raise TypeError("scale must be a number: it gets no gradient")
     dtype = autocast_dtype(q.device.type)
     if dtype is not None and torch.float64 not in (q.dtype, k.dtype, v.dtype):
         # RoPE may return float32 queries while the values are bfloat16: cast all three to one dtype.

@@ -107,9 +107,9 @@ class Muon(AdamW):
     `momentum` and `iterations`.
 
     Args:
-        params: groups, as in `AdamW`, with the key "is_matrix".
+        params: groups, as in `AdamW`, with the key "is_matrix"; each may have its own `lr` and `matrix_lr`.
         lr, betas, eps, weight_decay: as in `AdamW`; the decay of a group applies to its matrices, too.
-        matrix_lr: learning rate of matrices while `group["lr"]` is `lr`, which must not be 0 then.
+        matrix_lr: first learning rate of matrices; it changes as `group["lr"]` does, which must not begin at 0.
         momentum: decay of the running mean of their gradients.
         iterations: of `orthogonalize`.
 
@@ -127,10 +127,6 @@ class Muon(AdamW):
         iterations: int = 5,
         **adamw: Any,
     ) -> None:
-        if matrix_lr and not lr:
-            raise ValueError(f"lr must not be 0, because matrix_lr is {matrix_lr} relative to it")
-        if not matrix_lr >= 0:
-            raise ValueError(f"matrix_lr must be 0 or more, got {matrix_lr}")
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum must be in [0, 1), got {momentum}")
         if not iterations >= 1:
@@ -138,9 +134,14 @@ class Muon(AdamW):
         super().__init__(params, lr=lr, **adamw)
         if "is_matrix" not in set().union(*self.param_groups):
             raise ValueError('no group of Muon says which parameters are matrices: set the key "is_matrix"')
-        ratio = matrix_lr / lr if lr else 0.0
-        self.defaults |= {"lr_ratio": ratio, "momentum": momentum, "iterations": iterations}
+        self.defaults |= {"matrix_lr": matrix_lr, "momentum": momentum, "iterations": iterations}
         self._complete_groups()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as in `AdamW`."""
+        super().add_param_group(param_group)
+        if "matrix_lr" in self.defaults:  # else the constructor completes the groups
+            self._complete_groups()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy of the optimizer, or loaded state, which an AdamW may have made."""
@@ -154,8 +155,16 @@ class Muon(AdamW):
                     raise ValueError(
                         "a group with is_matrix has a parameter that is no matrix, or a part of one"
                     )
-            for key in ("lr_ratio", "momentum", "iterations"):
+            for key in ("momentum", "iterations"):
                 group.setdefault(key, self.defaults[key])
+            matrix_lr, lr = group.pop("matrix_lr", self.defaults["matrix_lr"]), group["lr"]
+            if "lr_ratio" in group:
+                continue
+            if not matrix_lr >= 0:
+                raise ValueError(f"matrix_lr must be 0 or more, got {matrix_lr}")
+            if matrix_lr and not lr:
+                raise ValueError(f"lr must not be 0, because matrix_lr is {matrix_lr} relative to it")
+            group["lr_ratio"] = matrix_lr / lr if lr else 0.0
 
     def update(self, group: dict[str, Any], params: list[Tensor]) -> None:
         if not group.get("is_matrix"):

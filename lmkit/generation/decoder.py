@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 from lmkit.core.kv_cache import KVCache
 from lmkit.core.sampling import Sampling, draw
+from lmkit.core.step import has_slices
 from lmkit.errors import LmkitError, UsageError
 from lmkit.generation.prefill import TOKENS_AT_ONCE, Prefill
 from lmkit.kernels.decode.rows import (
@@ -101,7 +102,7 @@ class Decoder:
 
     Raises:
         LmkitError: the rows do not fit into the device's free memory; nothing was allocated.
-        UsageError: `weights` is not for this device or model, or so many rows.
+        UsageError: `weights` is not for this device or model, or so many rows; `model` is FSDP's.
     """
 
     def __init__(
@@ -119,6 +120,11 @@ class Decoder:
         weights: Literal["same", "fp8"] = "same",
     ) -> None:
         config, weight = model.config, model.lm_head.weight
+        if has_slices(model.parameters()):
+            message = "the model is FSDP's, of whose weights this rank has a part"
+            raise UsageError(
+                "generate.sharded", message, hint="load gather_full_parameters() into another model"
+            )
         self.model, self.rows, self.sampling, self.logprobs = model, rows, sampling, logprobs
         self.most, self.stops = most, frozenset(stops)
         self.device, self.capacity = weight.device, config.context_length

@@ -104,7 +104,7 @@ class TransformerBlock(core.TransformerBlock):
         super().__init__(config, layer, **factory_kwargs)
         self.is_known = config.switches <= SWITCHES
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         x: Tensor,
         cos_sin: Tensor,
@@ -112,11 +112,15 @@ class TransformerBlock(core.TransformerBlock):
         cache: KVCache | None = None,
         *,
         delta: Tensor | None = None,
-        operations: Operations = PLAIN,
+        operations: Operations | None = None,
         keep: Keep = "all",
-    ) -> tuple[Tensor, Tensor | None]:
-        """Apply the layer to x + delta; return (x, delta), whose sum is the output. All are (batch, seq, d_model).
-        What the backward pass does not `keep` is computed again."""
+    ) -> Any:
+        """Return the output, (batch, seq, d_model), as the core's block does; with `operations`, apply the layer to
+        x + delta and return (x, delta), whose sum is the output. What the backward pass does not `keep` is computed
+        again."""
+        if operations is None:
+            x, delta = self.forward(x, cos_sin, firsts, cache, operations=PLAIN, keep=keep)
+            return x if delta is None else x + delta
         is_core = type(operations) is Operations and keep == "all"
         if is_core or not (self.is_known and are_plain(self.ln1, self.attn, self.ln2, self.ffn)):
             x = x if delta is None else x + delta
@@ -171,27 +175,37 @@ class Layers(core.Layers):
     sums = False  # whether blocks get x + delta as one tensor, so that all are compiled alike
     operations: Operations | None = None  # None: those of the model
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         x: Tensor,
         cos_sin: Tensor,
         firsts: Firsts,
         cache: KVCache | None = None,
         *,
-        operations: Operations,
+        operations: Operations | None = None,
         keeps: Sequence[Keep] | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return (x, delta), whose sum is the output of the last block, (batch, seq, d_model). Each block keeps what
-        `keeps` says for the backward pass, or everything."""
-        operations = self.operations or operations
+    ) -> Any:
+        """Return the output of the last block, (batch, seq, d_model), as the core does; with `operations` return
+        (x, delta), whose sum is the output. Each block keeps what `keeps` says for the backward pass, or everything.
+
+        A block that somebody hooked into or replaced is called as the core calls it: one tensor in, one out.
+        """
+        given, operations = operations, self.operations or operations or PLAIN
         delta = None
         for index, block in enumerate(self):
-            if self.sums and delta is not None:
+            is_ours = isinstance(block, TransformerBlock)
+            joins = is_ours and not is_hooked(block)
+            if delta is not None and (self.sums or not joins):
                 x, delta = x + delta, None
-            keep = "all" if keeps is None else keeps[index]
+            keep: dict[str, Any] = {"keep": keeps[index]} if keeps is not None and is_ours else {}
             run = block if cache is None else as_written(block)
-            x, delta = run(x, cos_sin, firsts, cache, delta=delta, operations=operations, keep=keep)
-        return x, delta
+            if joins:
+                x, delta = run(x, cos_sin, firsts, cache, delta=delta, operations=operations, **keep)
+            else:
+                x = run(x, cos_sin, firsts, cache, **keep)
+        if given is not None:
+            return x, delta
+        return x if delta is None else x + delta
 
 
 def as_written(module: nn.Module) -> Callable[..., Any]:
@@ -301,13 +315,14 @@ class TransformerLM(core.TransformerLM):
             if checkpoints and not (is_transformed() or torch.compiler.is_exporting()):  # they allow no hooks
                 keeps = self._keeps(x)
             cos_sin = self.rope(ids.shape[1])  # (seq, head_dim / 2, 2)
-            x, delta = self.layers(x, cos_sin, firsts, operations=operations, keeps=keeps)
+            run = partial(self.layers, x, cos_sin, firsts, keeps=keeps)
         else:
             cos_sin = self.rope.at(cache.positions(ids.shape[1]))  # (batch, seq, head_dim / 2, 2)
-            x, delta = as_written(self.layers)(x, cos_sin, firsts, cache, operations=operations)
-        if isinstance(self.ln_final, LastNorm):
+            run = partial(as_written(self.layers), x, cos_sin, firsts, cache)
+        x, delta = (run(), None) if is_hooked(self.layers) else run(operations=operations)
+        if isinstance(self.ln_final, LastNorm) and not is_hooked(self.ln_final):
             return self.ln_final(x, delta, operations)
-        return self.ln_final(x if delta is None else x + delta)  # somebody replaced it
+        return self.ln_final(x if delta is None else x + delta)
 
     def _keeps(self, x: Tensor) -> Sequence[Keep]:
         """Return what each block keeps of x (batch, seq, d_model) for the backward pass."""
@@ -374,12 +389,28 @@ def are_plain(*modules: nn.Module) -> bool:
     return True
 
 
+def is_hooked(module: nn.Module) -> bool:
+    """Whether somebody hooked into the calls of this module, not counting its parts. Hooks of strategies, lmkit's and
+    PyTorch's, change no value and do not count."""
+    forward, backward = module._forward_hooks, module._backward_hooks
+    if not (forward or backward or module._forward_pre_hooks or module._backward_pre_hooks):
+        return False
+    hooks = (*forward.values(), *backward.values(), *module._forward_pre_hooks.values())
+    owners = (
+        getattr(hook, "func", hook).__module__ or ""
+        for hook in (*hooks, *module._backward_pre_hooks.values())
+    )
+    return not all(owner.startswith(("lmkit.", "torch.distributed.")) for owner in owners)
+
+
 def is_original(model: Any) -> bool:
     """Whether the weights of a `TransformerLM` tell all that it computes: nobody replaced a layer, added a bias, or
-    hooked into a part of a block. Strategies hook only into blocks, embedding, last norm and head."""
-    for layer in (model.token_embeddings, model.ln_final, model.lm_head):
-        if not type(layer).__module__.startswith("lmkit."):
-            return False
+    hooked into a call, but for strategies."""
+    around = model.token_embeddings, model.layers, model.ln_final, model.lm_head
+    if not all(type(layer).__module__.startswith("lmkit.") for layer in (*around, *model.layers)):
+        return False
+    if any(map(is_hooked, (model, *around, *model.layers))):
+        return False
     for block in model.layers:
         if not are_plain(*block.children()):
             return False

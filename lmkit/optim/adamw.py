@@ -54,8 +54,7 @@ class AdamW(core.AdamW):
 
     writes_copies = True  # whether it obeys `copies`
 
-    # PyTorch's wrappers of these methods import torch._dynamo, which is slow and needed only for torch.compile.
-    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    # PyTorch's wrapper imports torch._dynamo, which is slow and needed only for torch.compile.
     state_dict = inspect.unwrap(torch.optim.Optimizer.state_dict)
     __signature__ = inspect.signature(core.AdamW)
 

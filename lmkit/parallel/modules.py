@@ -260,6 +260,9 @@ class FSDP(nn.Module):
     `state_dict`, also a submodule's, returns whole weights on the CPU; `load_state_dict` takes whole weights. Names
     begin with "module.", as those of `DataParallel`.
 
+    Those of a matrix are flat, too: `p.dim() >= 2` is false for them. `lmkit.optim.decay_groups` gives matrices their
+    weight decay; the attribute `whole_dim` of a parameter has the dimensions of the whole.
+
     A gradient that is not finite on one rank is so on all: `torch.amp.GradScaler` skips the same steps everywhere.
 
     Args:
@@ -301,7 +304,8 @@ class FSDP(nn.Module):
             if name == "module":
                 raise
         value = getattr(self.module, name)
-        is_method = getattr(value, "__self__", None) is self.module
+        # A method of the module, or of a module inside that reaches through it, as PEFT's models do.
+        is_method = isinstance(getattr(value, "__self__", None), nn.Module)
         return partial(self._sync.call, value) if is_method else value
 
     @torch.no_grad()

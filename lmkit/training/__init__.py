@@ -14,6 +14,12 @@ A loop of one's own, on one process or on several ranks:
     save_checkpoint(step.model, step.optimizer, 20, "model.safetensors")
     assert load_checkpoint("model.safetensors", step.model, step.optimizer) == 20
 
+The model of a run, of a checkpoint or of a Hugging Face folder, for a loop of one's own:
+
+    from lmkit.training import open_weights
+
+    model = open_weights("artifacts/runs/quickstart").model("cpu")
+
 A whole run, as `lmkit train` makes it, with metrics, evaluation and exact resume:
 
     from lmkit.recipe.load import load_recipe

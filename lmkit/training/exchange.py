@@ -75,7 +75,7 @@ def _is_qwen2(tokenizer: Tokenizer) -> bool:
     return words == ("qwen2", True, False, None) and "<|endoftext|>" in added
 
 
-def export_model(source: Path, output: Path, *, dtype: str | None = None) -> ExportResult:
+def export_model(source: str | Path, output: str | Path, *, dtype: str | None = None) -> ExportResult:
     """Write a Hugging Face folder: LlamaForCausalLM, with `qk_norm` Qwen3ForCausalLM.
 
     With biases of q, k and v it is Qwen2ForCausalLM if transformers' own tokenizer of Qwen2 finds the words of the
@@ -92,6 +92,7 @@ def export_model(source: Path, output: Path, *, dtype: str | None = None) -> Exp
             the message names the key.
         LmkitError: the checkpoint is damaged, or a weight is not finite, also in `dtype` alone.
     """
+    source, output = Path(source), Path(output)
     weights = open_weights(source)
     tokenizer = None if weights.tokenizer is None else weights.open_tokenizer()
     if tokenizer is None:
@@ -195,8 +196,8 @@ class ImportResult:
 
 
 def import_model(
-    folder: Path,
-    output: Path,
+    folder: str | Path,
+    output: str | Path,
     *,
     context_length: int | None = None,
     with_tokenizer: bool = True,
@@ -217,6 +218,7 @@ def import_model(
         UsageError: the output exists, or lmkit cannot express the model or its tokenizer; the message says why.
         LmkitError: a file is damaged or missing, or a weight is not finite.
     """
+    folder, output = Path(folder), Path(output)
     weights = open_hugging_face(folder, context_length=context_length)
     tokenizer = template = None
     if with_tokenizer:

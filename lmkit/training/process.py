@@ -22,6 +22,7 @@ from lmkit.recipe.recipe import Recipe
 from lmkit.recipe.tables import RunConfig
 
 _DETERMINISTIC: Any = torch.utils.deterministic  # its settings are properties, unknown to type checkers
+_ONE_AT_A_TIME = threading.RLock()
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _MALLOC = {  # option of glibc's mallopt -> (its number in malloc.h, bytes, the environment variable for it)
     "M_TRIM_THRESHOLD": (-1, 1 << 30, "MALLOC_TRIM_THRESHOLD_"),
@@ -50,21 +51,26 @@ def ranks_of(recipe: Recipe) -> Iterator[Ranks]:
 
 @contextmanager
 def numerics(config: RunConfig, ranks: Ranks) -> Iterator[None]:
-    """Seed torch and set threads and determinism as the recipe says; restore all three afterwards, the generators of
-    the CPU and of this rank's device, too.
+    """Seed torch and set threads and determinism as the recipe says, float32 as the default dtype, and record
+    gradients. Restore all of them afterwards, the generators of the CPU and of this rank's device, too.
+
+    UsageError: another thread is inside ("run.one_at_a_time"): both would draw from PyTorch's default generator.
 
     Several ranks on CPUs without `run.threads` share the CPUs evenly; torch would give all CPUs to every rank.
     On a CPU, the process keeps the memory of freed tensors of up to 1 GiB each, until it ends: by default glibc gives
     large blocks back to the system, which maps and clears thousands of pages in every step. Environment variables
     (`MALLOC_TRIM_THRESHOLD_`, ...) take precedence.
     """
+    if not _ONE_AT_A_TIME.acquire(blocking=False):
+        message = "another training, evaluation or bench runs in this process"
+        raise UsageError("run.one_at_a_time", message, hint="start one after the other, or in processes")
     if ranks.device.type == "cpu" and sys.platform == "linux":
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have no such setting
         for number, size, variable in _MALLOC.values():
             if mallopt is not None and variable not in os.environ:
                 mallopt(number, size)
     threads, deterministic = torch.get_num_threads(), torch.get_deterministic_debug_mode()
-    fill = _DETERMINISTIC.fill_uninitialized_memory
+    fill, dtype = _DETERMINISTIC.fill_uninitialized_memory, torch.get_default_dtype()
     if config.threads:
         torch.set_num_threads(config.threads)
     elif ranks.world_size > 1 and ranks.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
@@ -78,17 +84,20 @@ def numerics(config: RunConfig, ranks: Ranks) -> Iterator[None]:
         _DETERMINISTIC.fill_uninitialized_memory = False
     devices = [ranks.device] if ranks.device.type == "cuda" and torch.cuda.is_available() else []
     try:
-        with torch.random.fork_rng(devices):
+        torch.set_default_dtype(torch.float32)
+        with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
             torch.default_generator.manual_seed(config.seed)  # torch.manual_seed seeds other devices, too
             for device in devices:
                 with torch.cuda.device(device):
                     torch.cuda.manual_seed(config.seed)
             yield
     finally:
+        torch.set_default_dtype(dtype)
         torch.set_num_threads(threads)
         if config.deterministic:  # the call imports torch._inductor
             torch.set_deterministic_debug_mode(deterministic)
         _DETERMINISTIC.fill_uninitialized_memory = fill
+        _ONE_AT_A_TIME.release()
 
 
 @contextmanager

@@ -96,6 +96,9 @@ def train(
 ) -> TrainResult | None:
     """Train, from scratch or from the newest checkpoint of the run folder.
 
+    A process makes one training at a time. While it runs, it draws from PyTorch's default generator: other threads
+    need a `torch.Generator` of their own.
+
     Args:
         stop_at_step: end early after this step; the learning-rate schedule stays that of `train.steps`.
         nproc: ranks to start on this machine. Under torchrun leave it at 1.

@@ -218,13 +218,14 @@ class GivenWeights(Mapping[str, torch.Tensor]):
         return filled_model(self.config, dict(self), device=device, origin=self.path)
 
 
-def open_weights(path: Path) -> GivenWeights:
-    """Open a run's newest good checkpoint, a checkpoint, or a Hugging Face folder.
+def open_weights(path: str | Path) -> GivenWeights:
+    """Open a run's newest good checkpoint, a checkpoint, or a Hugging Face folder; `model("cpu")` builds the model.
 
     Raises:
         UsageError: there are no weights, pickled ones, or those of a model that lmkit cannot express.
         LmkitError: a file is damaged, or missing.
     """
+    path = Path(path)
     return open_hugging_face(path) if is_hugging_face(path) else weights_of(newest_checkpoint(path))
 
 

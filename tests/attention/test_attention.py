@@ -232,6 +232,17 @@ def test_a_mask_hides_keys(name, shape, causal, random_inputs):
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)  # float64, other order of sums
 
 
+def test_integers_a_scale_with_gradients_and_a_mask_as_causal_are_refused(random_inputs):
+    q, k, v, _ = random_inputs(queries=5, keys=5)
+    for kernel in PYTORCH_KERNELS:
+        with pytest.raises(ValueError, match="floating-point"):
+            attention(q.long(), k.long(), v.long(), kernel=kernel)
+        with pytest.raises(TypeError, match="scale"):
+            attention(q, k, v, scale=torch.tensor(0.5, requires_grad=True), kernel=kernel)
+        with pytest.raises(TypeError, match="mask="):
+            attention(q, k, v, torch.ones(5, 5, dtype=torch.bool), kernel=kernel)
+
+
 @pytest.mark.parametrize("name", MASKED_KERNELS)
 def test_a_mask_of_another_kind_or_shape_is_refused(name, random_inputs):
     q, k, v, _ = random_inputs(queries=7, keys=9)

@@ -111,6 +111,34 @@ def test_the_fast_step_writes_what_the_model_writes(make_model, sampling, rows):
         assert torch.equal(fast.rules.seen, plain.rules.seen)
 
 
+@pytest.mark.parametrize(
+    "name", ["", "token_embeddings", "layers", "layers.1", "layers.1.attn", "ln_final", "lm_head"]
+)
+def test_a_hook_steers_the_text_that_it_steers_in_the_model(make_model, name):
+    model, ids = make_model(context_length=32), [1, 2, 3]
+    torch.manual_seed(3)
+    steps = {}
+
+    def steer(module, inputs, output):
+        width = output.shape[-1]
+        return output + steps.setdefault(width, 3 * torch.randn(width, dtype=output.dtype))
+
+    def written() -> list[int]:
+        decoder = Decoder(model, 1, sampling=GREEDY, most=ENDLESS)
+        decoder.start([0], [ids], seeds=[0])
+        for length in range(4, 10):
+            decoder.step(length)
+        return texts_of(decoder)[0]
+
+    free = written()
+    model.get_submodule(name).register_forward_hook(steer)
+    expected = ids
+    with torch.no_grad():
+        for _ in range(6):
+            expected = [*expected, int(model(torch.tensor([expected]))[0, -1].argmax())]
+    assert written() == expected != free
+
+
 def test_a_prompt_is_read_up_to_the_last_layers_keys(make_model):
     model, called = make_model(), []
     for number, layer in enumerate(model.layers):

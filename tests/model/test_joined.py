@@ -97,6 +97,44 @@ def test_nothing_writes_into_what_a_hook_saw(make_model, keep, names):
         assert torch.equal(kept, then)
 
 
+class Halved(nn.Module):
+    """A block that somebody wrapped, which is called as the core calls a block."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: torch.Tensor, *others: object) -> torch.Tensor:
+        return self.block(x, *others) / 2
+
+
+@pytest.mark.parametrize("keep", ["none", "block", "attention"])
+@pytest.mark.parametrize("name", ["layers.1", "layers.2", "layers", "ln_final", "wrapped"])
+def test_hooks_around_blocks_see_one_tensor(make_model, keep, name):
+    """The output of a block as the core defines it, whatever sums the fast form leaves to the next norm."""
+    model, plain = (make_model(activation_checkpointing=keep, num_layers=3) for _ in range(2))
+    if name == "wrapped":
+        model.layers[1] = Halved(model.layers[1])
+    elif name in ("layers.1", "layers"):
+        model.get_submodule(name).register_forward_hook(lambda module, inputs, output: output / 2)
+    else:
+        hook = lambda module, inputs: (inputs[0] / 2, *inputs[1:])  # noqa: E731
+        model.get_submodule(name).register_forward_pre_hook(hook)
+    half = 3 if name in ("layers", "ln_final") else 2  # blocks after which x is halved
+    x, cos_sin = plain.token_embeddings(IDS), plain.rope(IDS.shape[1])
+    for number, block in enumerate(plain.layers, 1):
+        x = core.TransformerBlock.forward(block, x, cos_sin)
+        x = x / 2 if number == half else x
+    expected = plain.lm_head(plain.ln_final(x))
+    found = model(IDS)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
+    for logits in (found, expected):
+        logits.square().mean().backward()
+    torch.testing.assert_close(
+        model.token_embeddings.weight.grad, plain.token_embeddings.weight.grad, rtol=1e-10, atol=1e-15
+    )
+
+
 def test_hooks_of_all_modules_fire(make_model):
     model, seen = make_model(activation_checkpointing="attention"), set()
     with register_module_forward_hook(lambda module, inputs, output: seen.add(module)):

@@ -97,6 +97,33 @@ def test_parameters_without_the_key_of_matrices_are_refused(make):
         make(torch.nn.Linear(4, 4).parameters())
 
 
+@pytest.mark.parametrize("make", [core.Muon, Muon])
+def test_groups_have_learning_rates_of_their_own(make):
+    """Matrices begin with `matrix_lr`, the group's or the optimizer's, whatever `lr` the group begins with."""
+    weights = [torch.nn.Parameter(torch.zeros(4, 4, dtype=torch.float64)) for _ in range(3)]
+    own = ({"lr": 0.02}, {"matrix_lr": 0.5}, {"lr": 0.1, "matrix_lr": 0.3})
+    groups = [
+        {"params": [weight], "is_matrix": True, **keys} for weight, keys in zip(weights, own, strict=True)
+    ]
+    optimizer = make(groups[:2], lr=1e-3, matrix_lr=0.05, weight_decay=0.0)
+    optimizer.add_param_group(groups[2])
+    for factor in (1, 0.5):
+        for group, lr in zip(optimizer.param_groups, (0.02, 1e-3, 0.1), strict=True):
+            group["lr"] = lr * factor
+        before = [weight.detach().clone() for weight in weights]
+        for weight in weights:
+            weight.grad = torch.eye(4, dtype=torch.float64)
+        optimizer.step()
+        moved = [(old - new).diagonal().mean().item() for old, new in zip(before, weights, strict=True)]
+        unit = moved[0] / (0.05 * factor)  # an orthogonalised direction, about 1
+        assert moved == pytest.approx([rate * factor * unit for rate in (0.05, 0.5, 0.3)], rel=1e-9)
+        assert 0.5 < unit < 1.5
+    with pytest.raises(ValueError, match="lr must not be 0"):
+        optimizer.add_param_group(
+            {"params": [torch.nn.Parameter(torch.zeros(2, 2))], "is_matrix": True, "lr": 0.0}
+        )
+
+
 def stepped(optimizer, weight):
     weight.grad = torch.ones_like(weight)
     optimizer.step()

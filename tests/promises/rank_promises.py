@@ -71,6 +71,23 @@ class Net(nn.Module):
         return self.head(self.hidden(x)).square().mean()
 
 
+class Delegating(nn.Module):
+    """A module whose methods are those of a module inside, as PEFT's models have them."""
+
+    def __init__(self, inside: nn.Module) -> None:
+        super().__init__()
+        self.inside = inside
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inside"), name)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inside(x)
+
+
 def plain_loss(model: Any, x: torch.Tensor) -> torch.Tensor:
     return model(x).square().mean()
 
@@ -133,6 +150,8 @@ def the_wrapped_module_and_its_methods_are_called_as_the_wrapper(ranks: Ranks) -
         for parameter in model.parameters():  # also where this rank has no elements
             assert parameter.grad.shape == parameter.shape
             assert parameter.grad.dtype == parameter.dtype
+    oracle = Delegating(Net())
+    check_trains(ranks, FSDP(copy.deepcopy(oracle)), oracle, lambda model, x: model.loss(x))
     narrow = FSDP(Net().float(), torch.bfloat16)
     assert narrow.hidden(inputs(ranks)[0].float()).dtype == torch.bfloat16
 

@@ -11,10 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from raising import raises
 from tiny import RANDOM_TOKENS, TINY
 
+from lmkit.errors import UsageError
+from lmkit.parallel import Ranks
 from lmkit.recipe.load import load_recipe
+from lmkit.recipe.tables import RunConfig
 from lmkit.training import TrainResult, train
+from lmkit.training.process import numerics
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +68,32 @@ def test_training_leaves_generators_and_settings_as_they_were(tmp_path: Path, de
         assert settings() == before
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_callers_default_dtype_and_gradient_mode_change_nothing(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    expected = train_tiny(tmp_path / "plain")
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.inference_mode():
+            found = train_tiny(tmp_path / "other")
+        assert torch.get_default_dtype() == dtype
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert expected is not None
+    assert found is not None
+    assert found.loss == expected.loss
+
+
+def test_two_trainings_at_once_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both would draw from PyTorch's default generator, so that neither had the numbers of its seed."""
+    with numerics(RunConfig(), Ranks()), ThreadPoolExecutor(1) as pool:
+        second = pool.submit(train_tiny, tmp_path)
+        with raises(UsageError, "run.one_at_a_time"):
+            second.result()
+    assert train_tiny(tmp_path) is not None
 
 
 def test_training_in_another_thread_gives_what_the_main_thread_gives(tmp_path: Path) -> None:
