@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 from byte_tokenizers import of_bytes
 from run_folders import newest, records, train_here
-from their_models import their_folder
+from their_models import log_p, their_folder
 
 from lmkit.data.encoding import encode_chat, encode_corpus
 from lmkit.tokenizer import Tokenizer
@@ -80,9 +79,8 @@ def folder(weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
 
 
 def bits(model, ids, counts=lambda i: True) -> list[float]:
-    """-log2 p of each id but the first that counts, in float64."""
-    logits = model(torch.tensor([ids[:-1]]))[0].detach().double().log_softmax(-1)
-    return [-logits[i, token].item() / math.log(2) for i, token in enumerate(ids[1:]) if counts(i + 1)]
+    """-log2 p of each id but the first that counts."""
+    return [-value / math.log(2) for i, value in enumerate(log_p(model, ids), 1) if counts(i)]
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -90,7 +88,7 @@ def test_windows_and_documents(case, folder):
     """In windows the first token of a file, which nothing predicts, counts like the mean of the others."""
     tokenizer, texts = case.tokenizer, case.texts
     tokenizer.save(folder / "tokenizer.json")
-    model = open_weights(folder).model("cpu").double()
+    model = open_weights(folder).model("cpu")
     Path(case.name).write_bytes(case.content if isinstance(case.content, bytes) else case.content.encode())
     size = sum(len(text.encode()) for text in texts)
     documents = [tokenizer.encode(text) for text in texts]
@@ -146,7 +144,7 @@ def test_training_on_conversations(tiny, tmp_path):
     data = (f'data.{part}="{tmp_path}/b{part}.npy"' for part in ("train", "valid"))
     recipe = tiny(*data, "train.eval_batches=0", "train.eval_interval=5")
     train_here(recipe)
-    model = weights_of(newest(recipe)).model("cpu").double()
+    model = weights_of(newest(recipe)).model("cpu")
     stream: list[int] = []
     counted: list[bool] = []
     for talk in talks:

@@ -48,15 +48,6 @@ def prune(folder: Path, *, keep_last: int = 1, keep_best: int = 0) -> list[str]:
     return [path.name for path in resume.prune(folder, {}, keep_last=keep_last, keep_best=keep_best)]
 
 
-def flip_a_bit(path: Path, generator: random.Random) -> bytes:
-    """Damage a file; return what it was."""
-    whole = path.read_bytes()
-    damaged = bytearray(whole)
-    damaged[generator.randrange(len(whole))] ^= 1 << generator.randrange(8)
-    path.write_bytes(damaged)
-    return whole
-
-
 @pytest.mark.parametrize("name", [checkpoint.MODEL, SHARD, checkpoint.STATE, checkpoint.MANIFEST])
 @pytest.mark.parametrize("keep", [None, 0.0, 0.5, 0.99], ids=["gone", "empty", "half", "almost whole"])
 def test_fault_44_a_cut_file_falls_back_to_the_checkpoint_before(name, keep, tmp_path):
@@ -77,7 +68,10 @@ def test_fault_45_every_flipped_bit_of_a_checkpoint_is_noticed(tmp_path):
     generator = random.Random(45)
     for _ in range(200):
         path = folder / generator.choice([checkpoint.MODEL, SHARD, checkpoint.STATE, checkpoint.MANIFEST])
-        whole = flip_a_bit(path, generator)
+        whole = path.read_bytes()
+        damaged = bytearray(whole)
+        damaged[generator.randrange(len(whole))] ^= 1 << generator.randrange(8)
+        path.write_bytes(damaged)
         try:
             harmless = path.name == checkpoint.MANIFEST and json.loads(path.read_bytes()) == json.loads(whole)
         except ValueError:

@@ -20,33 +20,8 @@ def tokens(length: int) -> np.ndarray:
     return np.random.default_rng(2).integers(0, 64, length).astype(np.uint16)
 
 
-def plain_loss(model: TransformerLM, ids: np.ndarray) -> tuple[float, int]:
-    """Token by token: the windows one after the other, each target's -log p in float64."""
-    nats, count = 0.0, 0
-    for start in range(0, len(ids) - 1, 8):
-        window = torch.from_numpy(ids[start : start + 9].astype(np.int64))
-        log_p = model(window[None, :-1])[0].detach().log_softmax(-1)  # (seq, vocab)
-        for position, target in enumerate(window[1:]):
-            nats -= log_p[position, target].item()
-            count += 1
-    return nats / count, count
-
-
 def result_of(model: TransformerLM, ids: np.ndarray, **options: Any) -> Evaluation:
     return evaluate(model, HeldOut(ids, None, 8, rows=3), **options)
-
-
-@pytest.mark.parametrize("length", [9, 10, 24, 25, 26, 100])
-def test_every_token_but_the_first_counts_once_whatever_the_length(model, length):
-    ids = tokens(length)
-    result = result_of(model, ids)
-    expected, count = plain_loss(model, ids)
-    assert result.tokens == count == length - 1
-    assert result.loss == pytest.approx(expected, rel=1e-6)  # means of batches pass through float32 at worst
-    assert result.perplexity == pytest.approx(math.exp(expected), rel=1e-5)
-    if length > 49:  # two batches: the windows at the start
-        first = result_of(model, ids, max_batches=2)
-        assert (first.tokens, first.loss) == (48, pytest.approx(plain_loss(model, ids[:49])[0], rel=1e-6))
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -65,7 +65,6 @@ EXPORTS: dict[str, tuple[str, dict[str, Any], Tokenizer, str]] = {
     "qwen2's biases, words of gpt2": ("Qwen2", {}, tokenizer(), LLAMA_BIAS),
     "qwen2's biases tied, words of llama 3": ("Qwen2", {**TIED, **LLAMA3}, tokenizer("llama3"), LLAMA_BIAS),
     "qwen2's biases, its words without NFC": ("Qwen2", GROUPED, tokenizer("qwen2"), LLAMA_BIAS),
-    "qwen2's biases, a prefix": ("Qwen2", {}, tokenizer("qwen2", begins=True), LLAMA_BIAS),
     "qwen2's biases, whole words": ("Qwen2", {}, tokenizer("qwen2", nfc=True, whole_words=True), LLAMA_BIAS),
     "llama's biases": ("Llama", {"attention_bias": True}, tokenizer("digits"), LLAMA_BIAS),
     "qwen2": ("Qwen2", {**GROUPED, **TIED, **LINEAR}, tokenizer("qwen2", nfc=True), QWEN2_BIAS),
@@ -144,13 +143,11 @@ def test_texts_of_different_lengths_are_padded_and_end_at_any_stop(tmp_path):
     (tmp_path / "theirs/generation_config.json").unlink()
     marked.save(tmp_path / "theirs/tokenizer.json")
     import_model(tmp_path / "theirs", tmp_path / "run")
-    assert Tokenizer.load(tmp_path / "run/tokenizer.json").marks.stops == stops
     export_model(tmp_path / "run", tmp_path / "exported")
     said = json.loads((tmp_path / "exported/generation_config.json").read_text())
     assert (said["eos_token_id"], said["pad_token_id"]) == ([*stops], stops[1])
     tokens = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
-    assert theirs.generation_config.eos_token_id == [*stops]
     assert theirs.config.pad_token_id is None
     texts = ["the other", "a", "12 ships there"]
     options = {"do_sample": False, "max_new_tokens": 12, "bad_words_ids": [[i] for i in range(290, 300)]}

@@ -130,7 +130,6 @@ DAMAGES: dict[str, dict[str, Damage]] = {
         "other heads": config(num_key_value_heads=2),
     },
     "import.unsupported": {
-        "a tensor of integers": header(lambda tensors: last_tensor(tensors).update(dtype="I32")),
         "fewer layers": config(num_hidden_layers=1),
     },
     "import.context_length": {"an endless context": config(max_position_embeddings=10**12)},

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from byte_tokenizers import of_bytes
 from raising import raises
 from run_folders import Tiny, assert_same_state, losses, newest, train_here
 
@@ -90,13 +91,9 @@ def test_another_context_kernel_and_beginning_are_allowed(trained, tiny):
     assert train_here(recipe).status == "finished"
 
 
-def test_another_tokenizer_is_refused(trained, tiny, tmp_path, monkeypatch):
-    from lmkit.tokenizer import train_tokenizer
-
+def test_another_tokenizer_is_refused(trained, tiny, monkeypatch):
     tokenizer = trained.path.parent.parent / "tokenizer.json"
-    text = tmp_path / "text.txt"
-    text.write_text("some words and others")
-    train_tokenizer([text], vocab_size=257).save(tokenizer)
+    of_bytes("<|endoftext|>").save(tokenizer)
     after = tiny("run.name=after", f"train.init_from={trained.path}")
     with raises(UsageError, "checkpoint.wrong_tokenizer", tokenizer, "a" * 12):
         train_here(after)

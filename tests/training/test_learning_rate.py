@@ -1,5 +1,7 @@
 """Schedules at the points that define them."""
 
+from functools import partial
+
 import pytest
 
 from lmkit.core.schedule import constant_lr, cosine_lr, linear_lr, wsd_lr
@@ -8,6 +10,10 @@ from lmkit.registry import SCHEDULES
 from lmkit.training.setup import learning_rate
 
 SHAPE = {"lr": 1.0, "min_lr": 0.1, "warmup_steps": 10, "total_steps": 110}
+
+
+def wsd(cooldown_steps):
+    return partial(wsd_lr, cooldown_steps=cooldown_steps)
 
 
 @pytest.mark.parametrize("name", SCHEDULES.names)
@@ -28,23 +34,14 @@ QUARTER = 0.9 * (1 + 2**-0.5) / 2
         (cosine_lr, (110, 111, 10**6), (0.1, 0.1, 0.1)),
         (linear_lr, (10, 60, 110, 200), (1.0, 0.55, 0.1, 0.1)),
         (constant_lr, (10, 60, 110, 200), (1.0,) * 4),
+        (wsd(20), (9, 10, 90, 100, 110, 200), (0.9, 1.0, 1.0, 0.55, 0.1, 0.1)),
+        (wsd(None), (66, 88, 110), (1.0, 0.55, 0.1)),  # 40% of 110 steps
+        (wsd(1000), (5, 10, 60), (0.5, 1.0, 0.55)),  # begins where the warm-up ends
+        (wsd(0), (109, 110), (1.0, 0.1)),
     ],
 )
 def test_points_of_a_schedule(schedule, at, rates):
     assert [schedule(step, **SHAPE) for step in at] == pytest.approx(rates)
-
-
-@pytest.mark.parametrize(
-    ("cooldown", "at", "rates"),
-    [
-        (20, (9, 10, 90, 100, 110, 200), (0.9, 1.0, 1.0, 0.55, 0.1, 0.1)),
-        (None, (66, 88, 110), (1.0, 0.55, 0.1)),  # 40% of 110 steps
-        (1000, (5, 10, 60), (0.5, 1.0, 0.55)),  # begins where the warm-up ends
-        (0, (109, 110), (1.0, 0.1)),
-    ],
-)
-def test_wsd(cooldown, at, rates):
-    assert [wsd_lr(step, **SHAPE, cooldown_steps=cooldown) for step in at] == pytest.approx(rates)
 
 
 def test_the_learning_rate_follows_the_steps_or_the_time_whichever_is_further():

@@ -15,11 +15,15 @@ from lmkit.training.plan import measure, plan
 
 H200 = CARDS["H200"]
 SHAPE = ("num_layers", "d_model", "num_heads", "num_kv_heads", "d_ff", "vocab_size", "context_length")
-# Name -> shape, batch and GB of a step (artifacts/h200/step: bf16, fused operations, flash_triton).
-MEASURED = {
-    "162M": ((12, 768, 12, 12, 2048, 50_304, 1024), 32, 14.0),
-    "1.3B": ((24, 2048, 16, 16, 5504, 50_304, 2048), 8, 47.2),
-}
+# Shape and batch (artifacts/h200/step: bf16, fused operations, flash_triton).
+SMALLER = (12, 768, 12, 12, 2048, 50_304, 1024), 32
+LARGER = (24, 2048, 16, 16, 5504, 50_304, 2048), 8
+
+
+def keys_of(shape: tuple[int, ...], batch_size: int) -> list[str]:
+    sizes = [f"model.{key}={value}" for key, value in zip(SHAPE, shape, strict=True)]
+    return [*sizes, "model.tie_embeddings=false", f"train.batch_size={batch_size}"]
+
 
 FORMER_STORIES = [  # tinystories as it was measured
     *("optimizer.name=adamw", "model.num_heads=16", "model.attention=sdpa", "model.compile=block"),
@@ -32,7 +36,9 @@ UNTIED = ["model.tie_embeddings=false", "model.activation_checkpointing=attentio
 SELECTIVE = ["model.activation_checkpointing=selective", "model.activation_gb=6.0"]
 BF16_STATES = 'parallel.options={state_dtype="bf16"}'
 # Recipe, keys -> GB of a step without a CUDA graph (one H200, torch 2.11, 2026-11-27).
-RECIPES = [
+ON_ONE_GPU = [
+    ("llama_1b", keys_of(*SMALLER), 14.0),
+    ("llama_1b", keys_of(*LARGER), 47.2),
     ("quickstart", [], 0.0774),
     ("quickstart", NARROW, 0.0691),
     ("text_files", FORMER_TEXT, 0.0311),
@@ -48,6 +54,23 @@ RECIPES = [
     ("llama_1b", ["model.activation_checkpointing=block"], 23.0389),
     ("llama_1b", [*SELECTIVE, "model.num_layers=8"], 19.8550),
 ]
+SWITCHED = [
+    ("compile=block", 15.132),
+    ("operations=plain", 17.571),
+    ("activation_checkpointing=block", 4.838),
+]
+ON_TWO_GPUS = [
+    ("course_8b", [BF16_STATES], 48.712),
+    ("course_8b", [], 73.092),
+    ("course_8b", [BF16_STATES, "model.num_layers=3", "model.activation_checkpointing=none"], 24.378),
+    ("llama_1b", ["parallel.strategy=fsdp", *UNTIED], 15.189),
+    ("tinystories", [*FORMER_STORIES, "parallel.strategy=bucketed"], 1.926),
+    ("text_files", [*FORMER_TEXT, "parallel.strategy=fsdp"], 0.0173),
+    ("quickstart", ["parallel.strategy=zero1"], 0.0589),
+    ("profile", ["parallel.strategy=fsdp"], 4.7098),
+    ("llama_1b", ["parallel.strategy=zero1"], 33.1444),
+    ("llama_1b", ["parallel.strategy=fsdp"], 31.3316),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -57,51 +80,21 @@ def no_quickstart(tmp_path, monkeypatch):
 
 
 def recipe(shape: tuple[int, ...], batch_size: int, *more: str) -> Recipe:
-    sizes = [f"model.{key}={value}" for key, value in zip(SHAPE, shape, strict=True)]
-    batch = f"train.batch_size={batch_size}"
-    return load_recipe("llama_1b", [*sizes, "model.tie_embeddings=false", batch, *more])
+    return load_recipe("llama_1b", [*keys_of(shape, batch_size), *more])
 
 
 @pytest.mark.parametrize(
-    ("name", "switch", "gb", "rel"),
+    ("ranks", "rel", "name", "keys", "gb"),
     [
-        *(("162M", (), MEASURED["162M"][-1], 0.05), ("1.3B", (), MEASURED["1.3B"][-1], 0.05)),
-        ("162M", ["model.compile=block"], 15.132, 0.005),
-        ("162M", ["model.operations=plain"], 17.571, 0.005),
-        ("162M", ["model.activation_checkpointing=block"], 4.838, 0.005),
+        *((1, 0.05, *case) for case in ON_ONE_GPU),
+        *((1, 0.005, "llama_1b", [*keys_of(*SMALLER), f"model.{switch}"], gb) for switch, gb in SWITCHED),
+        *((2, 0.01, *case) for case in ON_TWO_GPUS),
     ],
 )
-def test_the_plan_agrees_with_what_an_h200_took(name, switch, gb, rel):
-    shape, batch_size, _ = MEASURED[name]
-    made = plan(recipe(shape, batch_size, *switch), H200)
+def test_the_plan_agrees_with_what_a_step_took(ranks, rel, name, keys, gb):
+    made = plan(load_recipe(name, keys), H200, ranks=ranks)
     assert made.fits
     assert made.memory.peak / 1e9 == pytest.approx(gb, rel=rel)
-
-
-@pytest.mark.parametrize(("name", "keys", "gb"), RECIPES)
-def test_the_plan_of_a_recipe_agrees_with_what_an_h200_took(name: str, keys: list[str], gb: float) -> None:
-    made = plan(load_recipe(name, keys), H200)
-    assert made.memory.peak / 1e9 == pytest.approx(gb, rel=0.05)
-
-
-@pytest.mark.parametrize(
-    ("name", "keys", "gb"),
-    [
-        ("course_8b", [BF16_STATES], 48.712),
-        ("course_8b", [], 73.092),
-        ("course_8b", [BF16_STATES, "model.num_layers=3", "model.activation_checkpointing=none"], 24.378),
-        ("llama_1b", ["parallel.strategy=fsdp", *UNTIED], 15.189),
-        ("tinystories", [*FORMER_STORIES, "parallel.strategy=bucketed"], 1.926),
-        ("text_files", [*FORMER_TEXT, "parallel.strategy=fsdp"], 0.0173),
-        ("quickstart", ["parallel.strategy=zero1"], 0.0589),
-        ("profile", ["parallel.strategy=fsdp"], 4.7098),
-        ("llama_1b", ["parallel.strategy=zero1"], 33.1444),
-        ("llama_1b", ["parallel.strategy=fsdp"], 31.3316),
-    ],
-)
-def test_the_plan_of_several_ranks_agrees_with_what_two_h200_took(name, keys, gb):
-    made = plan(load_recipe(name, keys), H200, ranks=2)
-    assert made.memory.peak / 1e9 == pytest.approx(gb, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +117,7 @@ def test_small_models_fit_where_their_segments_do(name: str, keys: list[str], me
 
 
 def test_the_largest_batch_and_context_fit_and_the_next_do_not() -> None:
-    shape, batch_size, *_ = MEASURED["1.3B"]
+    shape, batch_size = LARGER
     made = plan(recipe(shape, batch_size), CARDS["A100"])
     for rows, fits in ((made.most_rows, True), (made.most_rows + 1, False)):
         assert plan(recipe(shape, rows), CARDS["A100"]).fits is fits
@@ -138,7 +131,7 @@ def test_the_largest_batch_and_context_fit_and_the_next_do_not() -> None:
     [("bucketed", 1, 1, 1), ("zero1", 1, 1 / 4, 1), ("flat", 1, 1, 2)],
 )
 def test_a_rank_holds_what_the_strategy_says(strategy, weights, state, gradients):
-    shape, batch_size, *_ = MEASURED["162M"]
+    shape, batch_size = SMALLER
     alone = plan(recipe(shape, batch_size), H200).memory
     shared = plan(recipe(shape, batch_size, f"parallel.strategy={strategy}"), H200, ranks=4)
     assert shared.rows == batch_size // 4
@@ -149,9 +142,8 @@ def test_a_rank_holds_what_the_strategy_says(strategy, weights, state, gradients
 
 
 def test_what_cannot_be_planned() -> None:
-    shape, *_ = MEASURED["162M"]
     for code, made, ranks in (
-        ("batches.indivisible", recipe(shape, 32), 3),
+        ("batches.indivisible", recipe(*SMALLER), 3),
         ("recipe.missing_table", load_recipe("bench_step"), 1),
         ("recipe.no_vocabulary", load_recipe("quickstart").changed(tokenizer=None), 1),
     ):

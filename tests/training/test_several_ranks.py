@@ -196,17 +196,13 @@ def test_a_run_folder_that_another_rank_does_not_see_is_refused_at_the_start(fle
 # What the survivor names: its own rank, the step, and who is missing. gloo notices a death at once, a hang at the
 # timeout; a part of a checkpoint that does not come is noticed by whoever waits for it.
 LATE = r"step-00000003: rank 1\b"
+COLLECTIVES = ("in a gather", "in a reduction")
 LOST = {
-    "in backward": r"rank 0, step 3\b.*\brank 1\b",
-    "in a gather": r"rank 0, step 3\b.*\brank 1\b",
-    "in a reduction": r"rank 0, step 3\b.*\brank 1\b",
+    **dict.fromkeys(("in backward", *COLLECTIVES), r"rank 0, step 3\b.*\brank 1\b"),
     "in evaluation": r"rank 0, after step 4\b.*\brank 1\b",
     "in a save": r"rank 0, (after )?step \d\b.*\brank 1\b|" + LATE,
     "in a save that is waited for": r"rank 0, (after step 6|saving step 3)\b.*\brank 1\b|" + LATE,
 }
-
-
-COLLECTIVES = ("in a gather", "in a reduction")
 PLACES = (
     *((place, "zero1") for place in LOST if place not in COLLECTIVES),
     *((place, "fsdp") for place in (*COLLECTIVES, "in a save")),

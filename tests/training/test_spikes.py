@@ -4,13 +4,12 @@ import math
 
 import pytest
 import torch
+from run_folders import CONFIG
 
 from lmkit.parallel.ranks import Ranks
-from lmkit.recipe.tables import ModelConfig
 from lmkit.training.setup import build_step
 from lmkit.training.step import SpikeGuard
 
-CONFIG = ModelConfig(vocab_size=50, context_length=16, d_model=16, d_ff=24, num_layers=1, num_heads=2)
 FALSE = torch.tensor(False)
 
 
@@ -40,7 +39,7 @@ def test_a_spike_is_far_above_the_good_steps_and_is_not_learnt():
 def test_a_step_that_spikes_changes_nothing_and_stops_the_run_in_the_end():
     torch.manual_seed(0)
     step = build_step(CONFIG, Ranks(), max_skips=2, spike_sigmas=8.0)
-    usual, strange = torch.randint(50, (2, 1, 4, 17))
+    usual, strange = torch.randint(64, (2, 1, 4, 9))
     for _ in range(60):
         assert step(usual[..., :-1], usual[..., 1:], lr=1e-2).applied
     before = [weight.detach().clone() for weight in step.model.parameters()]

@@ -96,8 +96,8 @@ def test_fault_49_a_limit_on_file_sizes_is_one_error_whichever_file_meets_it(lim
     assert train_here(tiny()).status == "finished"
 
 
-def every_half_minute(time: Time, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a step take half a minute."""
+def test_a_save_starts_the_clock_anew(time, tiny, monkeypatch):
+    """A step takes half a minute."""
 
     def half_a_minute_later(self: Step, *batch: torch.Tensor) -> torch.Tensor:
         time.now += 30.0
@@ -105,10 +105,6 @@ def every_half_minute(time: Time, monkeypatch: pytest.MonkeyPatch) -> None:
 
     original = Step.accumulate
     monkeypatch.setattr(Step, "accumulate", half_a_minute_later)
-
-
-def test_a_save_starts_the_clock_anew(time, tiny, monkeypatch):
-    every_half_minute(time, monkeypatch)
     recipe = tiny("checkpoint.minutes=2", "checkpoint.interval=3", "checkpoint.keep_last=20")
     train_here(recipe)
     assert saved(recipe) == [3, 6, 9, 10]

@@ -36,6 +36,12 @@ def make_theirs(kind: str, changes: dict[str, Any], seed: int = 0, scale: float 
     return model
 
 
+def log_p(model: torch.nn.Module, ids: list[int]) -> list[float]:
+    """Return log p of each id but the first, one pass for all, in float64."""
+    logits = model.double()(torch.tensor([ids[:-1]]))[0].detach().log_softmax(-1)
+    return [logits[i, token].item() for i, token in enumerate(ids[1:])]
+
+
 def spoil(folder: Path) -> None:
     """Give the model in a folder finite weights with which it predicts no finite numbers."""
     from safetensors.torch import load_file, save_file
