@@ -22,9 +22,8 @@ from rank_model import (
     joined_run,
     seeded_model,
 )
-from rank_shard_checks import TINY, sharded, tokens
+from rank_shard_checks import TINY, tokens
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from lmkit.core.adamw import decay_groups
 from lmkit.core.step import clip_gradients
@@ -102,36 +101,12 @@ def check_data_parallel_forgets_a_pass_that_raised_in_the_next_forward(ranks: Ra
     assert all(torch.equal(weight.grad, mean) for weight in model.parameters())
 
 
-class Checkpointed(nn.Sequential):
-    """Each layer's backward runs a pass inside the pass."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self:
-            x = checkpoint(layer, x, use_reentrant=True)
-        return x
-
-
-@check()
-def check_data_parallel_of_reentrant_checkpoints(ranks: Ranks) -> None:
-    torch.manual_seed(0)
-    oracle = Checkpointed(*[nn.Linear(4, 4, bias=False) for _ in range(3)]).to(ranks.device, torch.float64)
-    model = DataParallel(copy.deepcopy(oracle), "naive")
-    inputs = torch.randn(ranks.world_size, 2, 4, dtype=torch.float64).to(ranks.device)
-    model(inputs[ranks.rank].requires_grad_()).square().sum().backward()
-    for x in inputs:
-        (oracle(x.detach().requires_grad_()).square().sum() / ranks.world_size).backward()
-    for mine, right in zip(model.parameters(), oracle.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, right.grad, rtol=0, atol=FLOAT64_TOLERANCE)
-
-
-@check(which=("PyTorch's AdamW", "our AdamW", "SGD"))
-def check_sharded_optimizer(ranks: Ranks, which: str) -> None:
+@check(optimizer_class=(torch.optim.SGD, AdamW))
+def check_sharded_optimizer(ranks: Ranks, optimizer_class: type[torch.optim.Optimizer]) -> None:
     """Tied, frozen, unused and tiny parameters; groups, one added later; a schedule: as the optimizer itself."""
-    optimizer_class, options = {
-        "PyTorch's AdamW": (torch.optim.AdamW, {"lr": 0.01, "betas": (0.9, 0.95)}),
-        "our AdamW": (AdamW, {"lr": 0.01, "betas": (0.9, 0.95)}),
-        "SGD": (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9}),
-    }[which]
+    options = (
+        {"lr": 0.01, "betas": (0.9, 0.95)} if optimizer_class is AdamW else {"lr": 0.01, "momentum": 0.9}
+    )
     model, reference = seeded_model(0, ranks, torch.float32), seeded_model(0, ranks, torch.float32)
     optimizers = []
     for trained, make in ((model, ShardedOptimizer), (reference, None)):
@@ -182,22 +157,6 @@ def check_sharded_optimizer_edges(ranks: Ranks) -> None:
     optimizer.zero_grad()
     optimizer.step()  # without gradients
     assert weight.tolist() == [0.5] * 5
-
-
-@check()
-def check_fsdp_loads_state_of_the_whole_model(ranks: Ranks) -> None:
-    """`load_state_dict` writes shards; names that are missing keep their values."""
-    sync, model, _ = sharded(TINY, ranks)
-    torch.manual_seed(5)
-    other = TransformerLM(TINY)
-    model.load_state_dict(other.state_dict())
-    partly = {name: value + 1 for name, value in other.state_dict().items() if name.endswith("w1.weight")}
-    model.load_state_dict(partly, strict=False)
-    loaded = sync.whole_weights("cpu")
-    for name, value in (other.state_dict() | partly).items():
-        assert torch.equal(loaded[name], value), name
-    with pytest.raises(RuntimeError, match="Missing key"):
-        model.load_state_dict({})
 
 
 @check(kind=("hard",), dtype=(None,))

@@ -164,12 +164,6 @@ def check_late_gradients(ranks: Ranks, strategy: str, make: Callable, clips: boo
     assert len(calls) == (5 + 4 if in_two_parts else 5)
 
 
-def six_matrices(ranks: Ranks) -> tuple[nn.Sequential, ParallelConfig]:
-    """A model and bucket size; the second matrix closes a bucket."""
-    model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(6)]).to(ranks.device)
-    return model, ParallelConfig(bucket_mb=1.5 * 64 * 64 * 4 / 2**20)
-
-
 @check()
 def check_traffic(ranks: Ranks) -> None:
     """Bytes and calls against the formula: 2 (W-1)/W of the gradients, or of them and the weights in halves.
@@ -181,8 +175,8 @@ def check_traffic(ranks: Ranks) -> None:
     table = {"naive": (6, 6, 12), "flat": (1, 6, 12), "overlap": (6, 6, 12), "bucketed": (3, 6, 12)}
     table |= {"zero1": (2 * 3, 12, 12), "fsdp": (6 + 5 + 6, 17, 17), "none": (0, 0, 0)}
     for strategy, (calls, moved, passes) in table.items():
-        model, config = six_matrices(ranks)
-        sync = build(strategy, ranks, config)
+        model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(6)]).to(ranks.device)
+        sync = build(strategy, ranks, ParallelConfig(bucket_mb=1.5 * matrix / 2**20))  # two close a bucket
         sync.attach(model)
         optimizer = sync.build_optimizer(sgd, [{"params": list(model.parameters())}])
         for _ in range(2):

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -12,7 +11,6 @@ import torch.distributed as dist
 from rank_model import one_step, seeded_model, start
 
 from lmkit.errors import LmkitError, UsageError
-from lmkit.parallel.collectives import agree
 from lmkit.parallel.ranks import losses_named, process_group, step_watch
 
 FAULT_STEP = 2
@@ -73,19 +71,3 @@ def happen(fault: str) -> None:
 def refuse(kind: str) -> None:
     """All ranks raise the same error, as for a mistake in the recipe."""
     raise UsageError("recipe.unknown_key", f"recipe.toml: {kind}", hint="correct it")
-
-
-def wait_for_signal(ready: str, stop_all: bool) -> str:
-    """Step until a signal arrives at any rank; all ranks then stop at the same step and write it down."""
-    stopped: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, frame: stopped.append(number))
-    signal.signal(signal.SIGINT, lambda number, frame: stopped.append(number))
-    with process_group("cpu", timeout_s=PATIENT_S) as ranks:
-        for step in range(10**6):
-            stops = agree(ranks, stop=bool(stopped) and (stop_all or ranks.rank == 1))
-            if step == 3:
-                Path(f"{ready}.pid{ranks.rank}").write_text(str(os.getpid()))
-            if stops:
-                Path(f"{ready}.step{ranks.rank}").write_text(str(step))
-                sys.exit(128 + signal.SIGTERM)
-    return "never"

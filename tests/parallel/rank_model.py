@@ -112,13 +112,6 @@ def explode(gradient: torch.Tensor) -> None:
     raise ZeroDivisionError
 
 
-def breaks_off(x: torch.Tensor) -> torch.Tensor:
-    """Return x; the backward pass raises when it gets here."""
-    x = x.clone()
-    x.register_hook(explode)
-    return x
-
-
 def seeded_model(
     seed: int, ranks: Ranks, dtype: torch.dtype = torch.float64, kind: Callable = HardModel
 ) -> Any:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from raising import raises
-from rank_model import breaks_off
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -70,24 +69,11 @@ class Chain:
     def _abandon(self) -> None:
         self.abandoned += 1
 
-    def backward(self, order=(0, 1, 2, 3)) -> None:
+    def backward(self) -> None:
         loss = torch.ones(())
-        for index in order:
-            loss = loss * self.parameters[index]
-        loss.backward()
-
-    def step(self, order=(0, 1, 2, 3)) -> list[tuple[int, list[float]]]:
-        self.backward(order)
-        self.watch.launch_rest()
-        return self.launches
-
-    def hooks(self) -> int:
-        return sum(len(p._post_accumulate_grad_hooks or ()) for p in self.parameters)
-
-    def zero_grad(self) -> None:
-        self.launches.clear()
         for parameter in self.parameters:
-            parameter.grad = None
+            loss = loss * parameter
+        loss.backward()
 
 
 def settled_chain() -> Chain:
@@ -96,7 +82,9 @@ def settled_chain() -> Chain:
     chain.watch.in_ready_order = list(chain.watch.order)
     chain.watch.watch_ends()
     chain.watch.launch_rest()
-    chain.zero_grad()
+    chain.launches.clear()
+    for parameter in chain.parameters:
+        parameter.grad = None
     return chain
 
 
@@ -104,62 +92,16 @@ def settled_chain() -> Chain:
 FIRST, SECOND = (0, [42.0, 30.0]), (1, [105.0, 70.0])
 
 
-@pytest.fixture
-def chain():
-    return Chain()
-
-
-@pytest.fixture
-def settled():
-    return settled_chain()
-
-
-def test_full_buckets_are_launched_inside_the_pass(chain, settled):
-    for run, hooks in ((chain, 4), (settled, 3)):  # later on d, which comes first, and on the ends c and a
+def test_full_buckets_are_launched_inside_the_pass():
+    chain = Chain()
+    for run, hooks in (
+        (chain, 4),
+        (settled_chain(), 3),
+    ):  # later on d, which comes first, and on the ends c and a
         run.backward()
         assert run.launches == [FIRST, SECOND]
-        assert run.hooks() == hooks
+        assert sum(len(p._post_accumulate_grad_hooks or ()) for p in run.parameters) == hooks
     assert list(chain.watch.order) == chain.parameters[::-1]
-
-
-@pytest.mark.parametrize("order", [(3, 2, 1, 0), (2, 3, 0, 1), (1, 0, 3, 2), (0, 2, 1, 3)])
-def test_another_order_launches_complete_buckets_in_turn(settled, order):
-    for _ in range(2):
-        settled.zero_grad()
-        settled.backward(order)
-        assert settled.watch.without_gradient() == []
-        settled.watch.launch_rest()
-        assert settled.launches == [FIRST, SECOND]
-
-
-@pytest.mark.parametrize("left", [(0,), (1,), (2,), (3,), (0, 2), (0, 1, 2, 3)])
-def test_gradients_from_before_are_added_to_before_a_launch(settled, left):
-    """They are there from the start, which says nothing about this pass."""
-    for index in left:
-        settled.parameters[index].grad = torch.ones(())
-    a, b, c, d = (value + (index in left) for index, value in enumerate((105.0, 70.0, 42.0, 30.0)))
-    assert settled.step() == [(0, [c, d]), (1, [a, b])]
-
-
-def test_a_parameter_without_gradient_holds_its_bucket_and_all_after_it(settled):
-    _, _, c, _ = settled.parameters
-    settled.backward((0, 1, 3))
-    assert settled.launches == []
-    assert settled.watch.without_gradient() == [c]
-    c.grad = torch.zeros(())
-    settled.watch.launch_rest()
-    assert settled.launches == [(0, [0.0, 6.0]), (1, [21.0, 14.0])]
-
-
-def test_a_pass_that_broke_off_is_abandoned_by_the_next(settled):
-    a, b, c, d = settled.parameters
-    with pytest.raises(ZeroDivisionError):
-        (breaks_off(a * b) * c * d).backward()
-    assert settled.launches == [FIRST]
-    settled.zero_grad()
-    settled.backward()
-    assert settled.abandoned == 1
-    assert settled.launches == [FIRST, SECOND]
 
 
 @pytest.mark.parametrize("make", [Chain, settled_chain])
@@ -172,14 +114,6 @@ def test_a_pass_inside_the_pass_is_part_of_it(make):
     assert (chain.launches, chain.abandoned) == ([FIRST, SECOND], 0)
     with raises(LmkitError, "parallel.unfinished_backward"):
         chain.backward()
-
-
-def test_all_hooks_come_back(settled):
-    settled.watch.watch()
-    assert settled.watch.watches_all
-    assert settled.hooks() == 4
-    settled.backward((1, 0, 3, 2))
-    assert settled.launches == [FIRST, SECOND]
 
 
 @pytest.mark.parametrize("make", [Chain, settled_chain])

@@ -33,9 +33,8 @@ def test_a_bucket_is_counted_in_the_dtype_in_which_it_is_reduced():
     assert planned == [[10, 20], [30], [2**20]]
 
 
-@pytest.fixture
-def run():
-    """(optimizer, early and late parameter, events); the late one's gradient is 1 until it has arrived, then 3."""
+def test_the_late_gradient_is_waited_for_behind_the_step_of_the_others():
+    """Every gradient is still there afterwards, and the next step, with nothing late, is a plain one."""
     early, late = (nn.Parameter(torch.tensor(value)) for value in (10.0, 20.0))
     early.grad, late.grad = torch.tensor(2.0), torch.tensor(1.0)
     optimizer = torch.optim.SGD([early, late], lr=1.0)
@@ -44,16 +43,10 @@ def run():
 
     def wait() -> None:
         events.append(f"arrives when early is {early.item():g}")
-        late.grad.fill_(3.0)
+        late.grad.fill_(3.0)  # which was 1 until it has arrived
         on_its_way.clear()
 
     split_step(optimizer, lambda: on_its_way, wait)
-    return optimizer, early, late, events
-
-
-def test_the_late_gradient_is_waited_for_behind_the_step_of_the_others(run):
-    """Every gradient is still there afterwards, and the next step, with nothing late, is a plain one."""
-    optimizer, early, late, events = run
     for weights in ((8.0, 17.0), (6.0, 14.0)):
         optimizer.step()
         assert (early.item(), late.item()) == weights

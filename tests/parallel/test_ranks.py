@@ -24,22 +24,20 @@ def test_a_single_process_needs_no_group(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("environment", "names"),
+    ("changes", "names"),
     [
-        ({"RANK": "0", "WORLD_SIZE": "2"}, ["MASTER_ADDR", "MASTER_PORT"]),
-        (
-            {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
-            ["RANK=2", "WORLD_SIZE=2"],
-        ),
-        ({"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, ["RANK=x"]),
-        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "70000"}, ["MASTER_PORT=70000"]),
+        ({"MASTER_ADDR": None, "MASTER_PORT": None}, ["MASTER_ADDR", "MASTER_PORT"]),
+        ({"RANK": "2"}, ["RANK=2", "WORLD_SIZE=2"]),
+        ({"RANK": "x"}, ["RANK=x"]),
+        ({"MASTER_PORT": "70000"}, ["MASTER_PORT=70000"]),
     ],
 )
-def test_half_an_environment_is_refused(monkeypatch, environment, names):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+def test_half_an_environment_is_refused(monkeypatch, changes, names):
+    whole = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1", "LOCAL_RANK": None}
+    for name, value in (whole | changes).items():
+        monkeypatch.setenv(name, value or "")
+        if value is None:
+            monkeypatch.delenv(name)
     with raises(UsageError, "parallel.environment", *names, hint="torchrun"), process_group("cpu"):
         raise AssertionError("unreachable")
 

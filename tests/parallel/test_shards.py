@@ -1,6 +1,7 @@
-"""The layout of shards, and how optimizer state moves between layouts."""
+"""The layout of shards, and the states of ranks that have it."""
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 
 from lmkit.parallel.ranks import Ranks
-from lmkit.parallel.shards import consolidate, shard_size_of
+from lmkit.parallel.shards import FlatShards, consolidate, shard_size_of
 from lmkit.parallel.zero1 import Zero1
 from lmkit.recipe.tables import ParallelConfig
 
@@ -35,6 +36,15 @@ def test_zero1_gives_what_fills_a_bucket_one_of_its_own():
     assert [[p.numel() for p in flat.parameters] for flat in flats] == [[10, 10, 10], [100]]
 
 
+def test_a_rank_sends_gradients_only_when_it_has_read_the_weights(monkeypatch):
+    """Or another could step its shard while this one still reads it: no layer needs to have run."""
+    (bucket,), events = zero1_of(5)._flats, []
+    bucket._arriving = SimpleNamespace(wait=lambda: events.append("weights arrived"))
+    monkeypatch.setattr(FlatShards, "reduce", lambda self: events.append("gradients go"))
+    bucket.reduce()
+    assert events == ["weights arrived", "gradients go"]
+
+
 def test_a_state_survives_json_and_that_of_another_layout_is_refused():
     layout = json.loads(json.dumps(zero1_of(5).state_dict()["layout"]))
     state = {"rank": 0, "layout": layout, "state": {}, "param_groups": [{}]}
@@ -47,44 +57,30 @@ def test_a_state_survives_json_and_that_of_another_layout_is_refused():
             zero1_of(5).load_whole({"0": {"momentum": torch.ones(elements)}})
 
 
-def states_of(layout: dict, whole: dict[str, torch.Tensor]) -> list[dict]:
-    """The states of all ranks; a bucket may hold several parameters and padding."""
-    states = []
-    for rank in range(layout["world_size"]):
-        cut = {}
-        for index, bucket in enumerate(layout["buckets"]):
-            flat = torch.cat([whole[name] for name in bucket["names"]])
-            padded = nn.functional.pad(flat, (0, layout["world_size"] * bucket["shard_size"] - len(flat)))
-            own = padded.split(bucket["shard_size"])[rank]
-            cut[str(index)] = {"exp_avg": own, "step": torch.tensor(3.0)}
-        states.append({"rank": rank, "layout": layout, "state": cut})
-    return states
+BUCKET = {"names": ["a", "b"], "sizes": [300, 5], "shard_size": 256}
 
 
-def layout_for(world_size: int, *buckets: dict[str, int]) -> dict:
-    made = []
-    for sizes in buckets:
-        size = shard_size_of(sum(sizes.values()), world_size)
-        made.append({"names": list(sizes), "sizes": list(sizes.values()), "shard_size": size})
-    return {"world_size": world_size, "buckets": made}
+def states_of_two_ranks() -> list[dict[str, Any]]:
+    layout = {"world_size": 2, "buckets": [BUCKET]}
+    parts = torch.arange(512.0).split(256)  # the last of them are padding
+    return [
+        {"rank": rank, "layout": layout, "state": {"0": {"exp_avg": part, "step": torch.tensor(3.0)}}}
+        for rank, part in enumerate(parts)
+    ]
 
 
-def test_state_survives_any_change_of_ranks_and_buckets():
-    whole = {"a": torch.randn(300), "b": torch.randn(5), "c": torch.randn(1)}
-    for layout in (layout_for(4, {"a": 300, "b": 5}, {"c": 1}), layout_for(3, {"c": 1, "b": 5}, {"a": 300})):
-        states = states_of(layout, whole)
-        assert {len(state["state"]["0"]["exp_avg"]) for state in states} == {128}
-        again = consolidate(states)
-        assert all(torch.equal(again[name]["exp_avg"], value) for name, value in whole.items())
-        assert {float(state["step"]) for state in again.values()} == {3.0}
-        whole = {name: state["exp_avg"] for name, state in again.items()}
+def test_states_of_a_bucket_become_those_of_its_parameters():
+    whole = consolidate(states_of_two_ranks())
+    assert torch.equal(whole["a"]["exp_avg"], torch.arange(300.0))
+    assert torch.equal(whole["b"]["exp_avg"], torch.arange(300.0, 305.0))
+    assert [state["step"] for state in whole.values()] == [3, 3]
 
 
 def test_states_that_do_not_belong_together_are_refused():
-    states = states_of(layout_for(2, {"a": 300}), {"a": torch.randn(300)})
+    first, second = states_of_two_ranks()
     with pytest.raises(ValueError, match=r"ranks 0 to 1 in order, got \[0\]"):
-        consolidate(states[:1])
+        consolidate([first])
     with pytest.raises(ValueError, match=r"got \[1, 0\]"):
-        consolidate(states[::-1])
+        consolidate([second, first])
     with pytest.raises(ValueError, match="different layouts"):
-        consolidate([states[0], {**states[1], "layout": layout_for(2, {"a": 300}, {"b": 1})}])
+        consolidate([first, {**second, "layout": {"world_size": 2, "buckets": [BUCKET, BUCKET]}}])

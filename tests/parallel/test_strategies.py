@@ -29,7 +29,7 @@ PREFIXES = (
     *("late gradients: bucketed", "late gradients: zero1", "traffic", "by the other gather"),
     *("zero1 single", "zero1 weights", "same bits in the first step"),
     *("data parallel: bucketed", "sharded optimizer", "fsdp memory", "fsdp draws", "fsdp hybrid"),
-    *("fsdp of blocks: compiled", "fsdp module", "fsdp loads"),
+    *("fsdp of blocks: compiled", "fsdp module"),
 )
 FOUR_RANKS = [
     name

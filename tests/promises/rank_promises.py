@@ -225,12 +225,16 @@ class Recomputed(Net):
 def checkpoints_give_all_gradients(ranks: Ranks) -> None:
     for how in itertools.product(("each", "one", "twice", "nested"), (True, False)):
         model, oracle = pair(lambda how=how: Recomputed(*how))
+        averaged, twin = DataParallel(copy.deepcopy(oracle), "naive"), copy.deepcopy(oracle)
         finish, passes = model._sync.finish, []
         model._sync.finish = lambda passes=passes, finish=finish: (passes.append(1), finish())
         with torch.no_grad():
             model(inputs(ranks)[ranks.rank].requires_grad_())
         check_trains(ranks, model, oracle)
         assert len(passes) == 3  # a pass inside a pass does not count
+        train(ranks, averaged, twin)
+        for name, value in twin.named_parameters():
+            torch.testing.assert_close(averaged.module.get_parameter(name), value, rtol=0, atol=1e-12)
 
 
 def penalized(model: Any, x: torch.Tensor) -> torch.Tensor:
@@ -344,7 +348,12 @@ def assigned_state_dicts_are_copied(ranks: Ranks) -> None:
     check_trains(ranks, model, oracle)
     model.blocks[0].load_state_dict(oracle.blocks[1].state_dict(), assign=True)
     oracle.blocks[0].load_state_dict(oracle.blocks[1].state_dict())
+    partly = {name: value + 1 for name, value in oracle.state_dict().items() if name.endswith("weight")}
+    for either in (model.module, oracle):
+        either.load_state_dict(partly, strict=False)  # the biases stay
     assert_equal(model, oracle)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        model.module.load_state_dict({})
 
 
 @check
