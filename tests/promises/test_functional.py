@@ -4,25 +4,17 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from small_models import SIZES, SWITCHES
+from small_models import FIELDS, make
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jvp, stack_module_state, vmap
 from torch.nn import functional as F
 
 from lmkit.core import model as core
-from lmkit.model import ModelConfig, TransformerLM, linear_cross_entropy
+from lmkit.model import TransformerLM, linear_cross_entropy
 
 Parameters = dict[str, Tensor]
 Loss = Callable[[nn.Module, Parameters, Tensor], Tensor]
-MODELS = {
-    "core": (core.TransformerLM, {}),
-    "flash_torch": (TransformerLM, {"attention": "flash_torch"}),
-    "vectorized": (TransformerLM, {"attention": "vectorized"}),
-    "sdpa": (TransformerLM, {"attention": "sdpa"}),
-    "checkpointed": (TransformerLM, {"activation_checkpointing": "block"}),
-    "switches": (TransformerLM, {**SWITCHES, "tie_embeddings": True}),
-}
 
 
 def of_logits(model: nn.Module, parameters: Parameters, ids: Tensor) -> Tensor:
@@ -43,12 +35,6 @@ def own_loss(model: nn.Module, parameters: Parameters, ids: Tensor) -> Tensor:
     return functional_call(_Loss(model), {f"model.{name}": x for name, x in parameters.items()}, (ids,))
 
 
-def make(name: str) -> nn.Module:
-    torch.manual_seed(0)
-    kind, fields = MODELS[name]
-    return kind(ModelConfig(**{**SIZES, **fields}), dtype=torch.float64)
-
-
 def gradients(loss: Loss, model: nn.Module, ids: Tensor) -> Parameters:
     """By `backward`, without a transform."""
     parameters = dict(model.named_parameters())
@@ -63,9 +49,13 @@ def ids() -> Tensor:
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # PyTorch's forward mode compiles with it
 @pytest.mark.parametrize("loss", [of_logits, own_loss])
-@pytest.mark.parametrize("name", MODELS)
-def test_transforms_of_a_model_give_what_backward_gives(name: str, loss: Loss, ids: Tensor) -> None:
-    model = make(name)
+@pytest.mark.parametrize(
+    ("name", "kind"), [("sdpa", core.TransformerLM), *((name, TransformerLM) for name in FIELDS)]
+)
+def test_transforms_of_a_model_give_what_backward_gives(
+    name: str, kind: type[nn.Module], loss: Loss, ids: Tensor
+) -> None:
+    model = make(name, kind)
     parameters = {name: x.detach() for name, x in model.named_parameters()}
     expected = gradients(loss, model, ids)
 

@@ -8,24 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import SIZES, SWITCHES
+from small_models import FIELDS, make
 from torch import Tensor, nn
 
 from lmkit.core import model as core
-from lmkit.model import ModelConfig, TransformerLM
+from lmkit.model import TransformerLM
 
-FIELDS: dict[str, dict[str, Any]] = {
-    "sdpa": {},
-    "switches": {**SWITCHES, "tie_embeddings": True},
-    "flash_torch": {"attention": "flash_torch"},
-    "checkpointed": {"activation_checkpointing": "block"},
-}
 IDS = torch.tensor([[5, 1, 7, 7, 0, 30, 2], [4, 4, 1, 0, 6, 2, 8]])
-
-
-def make(name: str, kind: type[nn.Module] = TransformerLM) -> nn.Module:
-    torch.manual_seed(0)
-    return kind(ModelConfig(**{**SIZES, **FIELDS[name]}), dtype=torch.float64)
 
 
 def saved(model: nn.Module) -> nn.Module:
