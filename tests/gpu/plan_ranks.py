@@ -1,6 +1,6 @@
 """What `test_plan.py` runs on every rank."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -17,20 +17,16 @@ Setting = tuple[str, tuple[str, ...], str]
 
 def in_one_group(settings: Sequence[Setting]) -> list[tuple[Plan, Measured]]:
     """Plan and measure one setting after the other."""
-    return list(each(settings))
-
-
-def each(settings: Sequence[Setting]) -> Iterator[tuple[Plan, Measured]]:
-    """Yield what was planned and measured as soon as it was."""
+    found = []
     recipes = [recipe_of(setting) for setting in settings]
     with ranks_of(recipes[0]) as ranks:
         for recipe in recipes:
             made = plan(recipe, card_here(), ranks=ranks.world_size)
             release_memory(ranks.device)
-            found = measure_among(ranks, recipe)
+            found.append((made, measure_among(ranks, recipe)))
             torch.compiler.reset()
             release_memory(ranks.device)
-            yield made, found
+    return found
 
 
 def recipe_of(setting: Setting) -> Recipe:

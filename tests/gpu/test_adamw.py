@@ -97,7 +97,7 @@ def test_the_current_stream_is_obeyed(optimizer):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_parameters_on_another_than_the_current_device():
     assert torch.cuda.current_device() == 0
-    for name in ("any_cut_gives_the_same_bits", "a_factor_is_a_scaled_gradient", "equals_the_formula"):
+    for name in ("any_cut_gives_the_same_bits", "a_factor_is_a_scaled_gradient", "equals_torch_in_float64"):
         checks.CHECKS[name]("cuda:1")
     assert torch.cuda.current_device() == 0
 
@@ -115,34 +115,6 @@ def test_a_tensor_of_more_than_2_to_the_31_elements():
     assert torch.equal(big[0][-3000:], small[0])
     assert torch.equal(big[0][:3000], small[0])
     assert (small[0] != 1).all()
-
-
-def test_a_step_in_a_cuda_graph(optimizer):
-    """Replayed with other gradients, learning rates and decisions."""
-    params, (expected, twin) = params_of(optimizer), twin_of(optimizer)
-    decision, lr = torch.zeros((), device="cuda"), torch.zeros((), dtype=torch.float64, device="cuda")
-    optimizer.param_groups[0]["lr"] = lr
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        optimizer.decision = decision
-        optimizer.step()  # refused: it changes nothing
-    side.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        optimizer.step()
-    for step, decided in enumerate([1, 0, 1]):
-        for param, other in zip(params, expected, strict=True):
-            param.grad.fill_(0.3 * (step + 1))
-            other.grad = param.grad.clone()
-        decision.fill_(decided)
-        lr.fill_(1e-3 * (step + 1))
-        graph.replay()
-        if decided:
-            twin.param_groups[0]["lr"] = 1e-3 * (step + 1)
-            twin.step()
-    for param, other in zip(params, expected, strict=True):
-        torch.testing.assert_close(param, other, rtol=1e-6, atol=1e-7)
-        assert optimizer.state[param]["step"].item() == twin.state[other]["step"].item()
 
 
 def test_state_on_the_host_makes_the_same_steps():

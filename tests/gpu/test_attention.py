@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from attention_oracle import exact_attention, faults_of
+from attention_oracle import exact_attention, faults_of, first_keys
 from raising import raises
 
 from lmkit.attention import attention_function
@@ -72,38 +72,22 @@ def test_bfloat16_equals_the_oracle(name, queries, keys, head_dim, causal, rando
 
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-HEADS = [("auto", size, BF16) for size in (16, 32, 40, 80, 96, 256)]
-HEADS += [("auto", 80, FP16), ("auto", 64, FP32), ("auto", 80, FP32), ("portable", 256, BF16)]
 HEADS_OF_CUDA = [*((size, BF16) for size in (8, 32, 40, 80, 96)), (64, FP16), (128, FP16)]
+OF_CUDA = [(*head, lengths, {}) for head in HEADS_OF_CUDA for lengths in ((300, 300), (129, 200))]
+OF_CUDA += [(size, FP16, (300, 200), {"build": "PTX=75"}) for size in (32, 64, 96, 128)]
+OF_CUDA += [(80, BF16, (129, 200), {"naive": True})]
+HEADS = [*(("auto", size, BF16) for size in (16, 32, 40, 80, 96, 256)), ("portable", 256, BF16)]
+HEADS += [("auto", 80, FP16), ("auto", 64, FP32), ("auto", 80, FP32)]
+CASES = [(*head, (129, 200), {}) for head in HEADS]
+CASES += [pytest.param("cuda", *case, marks=needs_nvcc) for case in OF_CUDA]
 
 
-@pytest.mark.parametrize(("name", "head_dim", "dtype"), HEADS, ids=str)
-def test_every_head_dim_and_dtype(name, head_dim, dtype, random_inputs):
-    assert faults(name, random_inputs(queries=129, keys=200, head_dim=head_dim, dtype=dtype), True) == []
-
-
-@needs_nvcc
 @both_masks
-@pytest.mark.parametrize(("head_dim", "dtype"), HEADS_OF_CUDA, ids=str)
-def test_every_head_dim_and_dtype_of_flash_cuda(head_dim, dtype, causal, random_inputs):
-    for queries, keys in ((300, 300), (129, 200)):
-        inputs = random_inputs(queries=queries, keys=keys, head_dim=head_dim, dtype=dtype)
-        assert faults("cuda", inputs, causal) == []
-
-
-@needs_nvcc
-@both_masks
-@pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
-def test_the_form_for_sm_75(head_dim, causal, random_inputs):
-    inputs = random_inputs(queries=300, keys=200, head_dim=head_dim, dtype=torch.float16)
-    assert faults("cuda", inputs, causal, build="PTX=75") == []
-
-
-@needs_nvcc
-@both_masks
-def test_the_naive_kernel(causal, random_inputs):
-    inputs = random_inputs(heads=4, kv_heads=2, queries=129, keys=200, head_dim=80)
-    assert faults("cuda", inputs, causal, naive=True) == []
+@pytest.mark.parametrize(("name", "head_dim", "dtype", "lengths", "options"), CASES, ids=str)
+def test_every_head_dim_dtype_and_form(name, head_dim, dtype, lengths, options, causal, random_inputs):
+    sizes = dict(zip(("queries", "keys"), lengths, strict=True), head_dim=head_dim)
+    inputs = random_inputs(**sizes, kv_heads=1 if "naive" in options else 2, dtype=dtype)
+    assert faults(name, inputs, causal, **options) == []
 
 
 @pytest.mark.parametrize(("kv_heads", "causal"), [(1, True), (2, False), (2, True)], ids=str)
@@ -179,20 +163,6 @@ def test_a_scale_of_any_sign(scale, random_inputs):
     assert faults_of(kernel_of("cuda"), reference, *inputs, causal=True, scale=scale) == []
 
 
-def first_keys(kind, batch, length):
-    """(batch, length) int32: the first key that each query sees, other documents in every text."""
-    place = torch.arange(length, device="cuda").expand(batch, -1)
-    starts = torch.zeros(batch, length, dtype=torch.bool, device="cuda")
-    for b in range(batch):
-        generator = torch.Generator().manual_seed(b)
-        mean = {"documents": 100, "short documents": 7, "long documents": 700}.get(kind, 100)
-        starts[b, torch.randperm(length, generator=generator)[: length // mean]] = True
-    documents = torch.where(starts, place, 0).cummax(1).values
-    window = (place - 99).clamp_min(0)
-    first = {"window": window, "both": torch.maximum(window, documents), "none": 0 * place}
-    return first.get(kind, documents).to(torch.int32)
-
-
 FIRSTS = ["documents", "short documents", "long documents", "window", "both", "none"]
 
 
@@ -229,24 +199,19 @@ def test_first_with_data_like_a_trained_models(kernel, kind, data, random_inputs
     assert faults_of(kernel, reference, q, k, v, dout, causal=True, first=first) == []
 
 
-SAME_BITS = [("portable", {}, FP32), ("portable", {}, BF16), ("auto", {"deterministic": True}, BF16)]
+SAME_BITS = [
+    ("portable", {}, FP32, 64),
+    ("portable", {}, BF16, 64),
+    ("auto", {"deterministic": True}, BF16, 64),
+]
+SAME_BITS += [pytest.param("cuda", {}, BF16, head_dim, marks=needs_nvcc) for head_dim in (64, 128)]
 
 
-@pytest.mark.parametrize(("name", "options", "dtype"), SAME_BITS, ids=str)
-def test_portable_and_deterministic_backward_give_the_same_bits(name, options, dtype, random_inputs):
-    inputs = random_inputs(heads=8, kv_heads=2, queries=1000, dtype=dtype)
-    check_same_bits(partial(kernel_of(name), **options), inputs, True)
-
-
-@needs_nvcc
 @both_masks
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_flash_cuda_gives_the_same_bits(head_dim, causal, random_inputs):
-    inputs = random_inputs(batch=4, heads=8, kv_heads=2, queries=3000, head_dim=head_dim)
-    check_same_bits(kernel_of("cuda"), inputs, causal)
-
-
-def check_same_bits(kernel, inputs, causal):
+@pytest.mark.parametrize(("name", "options", "dtype", "head_dim"), SAME_BITS, ids=str)
+def test_the_same_bits_on_every_run(name, options, dtype, head_dim, causal, random_inputs):
+    kernel = partial(kernel_of(name), **options)
+    inputs = random_inputs(batch=4, heads=8, kv_heads=2, queries=3000, head_dim=head_dim, dtype=dtype)
     first = run_attention(kernel, *inputs, causal=causal)
     for _ in range(20):
         again = run_attention(kernel, *inputs, causal=causal)

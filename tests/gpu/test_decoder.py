@@ -4,6 +4,7 @@
 """
 
 import gc
+import itertools
 
 import pytest
 import torch
@@ -27,21 +28,20 @@ FIELDS = [{}, {"num_kv_heads": 2, "tie_embeddings": True}]
 SWITCHES = [{"qk_norm": True, "num_kv_heads": 2}, {"qkv_bias": True}, {"qkv_bias": True, "qk_norm": True}]
 
 
-@pytest.mark.parametrize("fields", FIELDS + SWITCHES, ids=str)
-@pytest.mark.parametrize("rows", [1, 3, 16, 64, 256])
+GREEDY, DRAWN = Sampling(0.0), Sampling(0.9, top_p=0.8, repetition_penalty=1.3)
+
+
 @pytest.mark.parametrize(
-    "sampling", [Sampling(0.0), Sampling(0.9, top_p=0.8, repetition_penalty=1.3)], ids=str
+    ("sampling", "rows", "fields", "weights"),
+    [
+        *itertools.product((GREEDY, DRAWN), (1, 3, 16, 64, 256), FIELDS + SWITCHES, ["same"]),
+        *itertools.product([GREEDY], (1, 3, 16), FIELDS, ["fp8"]),
+    ],
+    ids=str,
 )
-def test_500_tokens_equal_the_plain_step_in_float64(rows, fields, sampling):
-    lengths = (1, 66, 280)[:rows]
-    checks.check_equals_plain_step(rows, lengths, sampling, "cuda", new=500, context_length=1024, **fields)
-
-
-@pytest.mark.parametrize("fields", FIELDS, ids=str)
-@pytest.mark.parametrize("rows", [1, 3, 16])
-def test_500_tokens_with_fp8_weights_equal_the_plain_step_in_float64(rows, fields):
-    options = {"new": 500, "context_length": 1024, "weights": "fp8"}
-    checks.check_equals_plain_step(rows, (1, 66, 280)[:rows], Sampling(0.0), "cuda", **options, **fields)
+def test_500_tokens_equal_the_plain_step_in_float64(sampling, rows, fields, weights):
+    options = {"new": 500, "context_length": 1024, "weights": weights}
+    checks.check_equals_plain_step(rows, (1, 66, 280)[:rows], sampling, "cuda", **options, **fields)
 
 
 def texts(model, prompts, kernels=True, **options):

@@ -10,7 +10,7 @@ import math
 
 import pytest
 import torch
-from attention_oracle import exact_attention
+from attention_oracle import exact_attention, first_keys
 
 from lmkit.core.attention import flash_forward as tiled_forward
 
@@ -228,15 +228,6 @@ def test_backward_repeats_every_bit(hopper, head_dim, length, deterministic, cau
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0], strict=True))
 
 
-def bounds_of(kind, batch, length):
-    """(batch, length) int32: the first key that each query sees, other documents in every text."""
-    place = torch.arange(length, device="cuda").expand(batch, -1)
-    if kind == "window":
-        return (place - 199).clamp_min(0).to(torch.int32)
-    sizes = torch.arange(batch, device="cuda")[:, None] + (150 if kind == "documents" else 7)
-    return (place // sizes * sizes).to(torch.int32)
-
-
 @pytest.mark.parametrize("kind", ["window", "documents", "short documents"])
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 @pytest.mark.parametrize(("length", "heads", "key_heads"), [(1404, 16, 16), (5000, 8, 4), (130, 4, 2)])
@@ -244,7 +235,7 @@ def test_tiles_that_ctas_draw(hopper, length, heads, key_heads, head_dim, kind):
     # More tiles than SMs, and fewer; which CTA draws a tile shows in no bit but dQ's, which is added up
     q, dout = draw(2, heads, length, head_dim), draw(2, heads, length, head_dim)
     k, v = draw(2, length, 2 * key_heads, head_dim).transpose(1, 2).chunk(2, 1)
-    options = {"causal": True, "scale": head_dim**-0.5, "first": bounds_of(kind, 2, length)}
+    options = {"causal": True, "scale": head_dim**-0.5, "first": first_keys(kind, 2, length)}
     poison()
     out, lse = hopper.forward(q, k, v, **options)
     exact, *expected = exact_attention(q, k, v, dout, **options)
@@ -267,7 +258,7 @@ def test_graphs_that_run_at_once_draw_all_tiles(hopper, monkeypatch, head_dim, k
     # Two graphs of one stream, replayed on two: each call has a counter of its own, made before the capture or in it
     forward = importlib.import_module("lmkit.kernels.hopper.forward")
     graphs, results = [], []
-    first = bounds_of(kind, 1, 5000)
+    first = first_keys(kind, 1, 5000)
     options = {"causal": True, "scale": 0.1, "first": first}
     for seed in range(2):
         torch.manual_seed(seed)

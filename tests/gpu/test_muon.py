@@ -40,14 +40,11 @@ def test_every_matrix_of_a_batch_is_orthogonalised_as_by_svd(shape, dtype):
     assert error(joined.flatten(0, 1)[:3], exact) < ROUNDING
 
 
-def draw_matrices():
-    torch.manual_seed(0)
-    return [nn.Parameter(torch.randn(*shape, device="cuda")) for shape in ((192, 128), (128, 128), (96, 200))]
-
-
 def test_steps_equal_the_formula():
     """Matrices of three shapes; the device decides that the third step is skipped."""
-    params = draw_matrices()
+    torch.manual_seed(0)
+    shapes = ((192, 128), (128, 128), (96, 200))
+    params = [nn.Parameter(torch.randn(*shape, device="cuda")) for shape in shapes]
     groups = [{"params": params, "is_matrix": True, "weight_decay": 0.02}]
     optimizer = Muon(groups, lr=0.01, matrix_lr=0.05, momentum=0.8)
     before = [param.detach().double() for param in params]

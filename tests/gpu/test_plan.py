@@ -1,10 +1,8 @@
 """Planned memory against a real step, from the quickstart's model to 1.4 billion parameters."""
 
-import importlib
-import sys
-from pathlib import Path
 from typing import Any
 
+import plan_ranks
 import pytest
 import torch
 from raising import raises
@@ -21,17 +19,13 @@ from lmkit.recipe.recipe import Recipe
 from lmkit.training.plan import Plan, plan
 from lmkit.training.setup import TrainingStep
 
-sys.path.insert(0, str(Path(__file__).parent))  # spawned ranks inherit it
-plan_ranks = importlib.import_module("plan_ranks")
-
 pytestmark = pytest.mark.gpu
-AUTOCAST = "bf16-autocast"
 SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("quickstart", {}),
     ("matrix", {}),
     *(("162M", {"activation_checkpointing": how}) for how in ("none", "block", "attention")),
     ("162M", {"activation_checkpointing": "selective", "activation_gb": 5.0}),
-    ("162M", {"precision": AUTOCAST}),
+    ("162M", {"precision": "bf16-autocast"}),
     ("162M", {"operations": "plain"}),
     ("162M", {"attention": "sdpa"}),
     ("162M", {"compile": "block"}),

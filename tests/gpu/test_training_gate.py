@@ -21,21 +21,17 @@ pytestmark = [
 SMALL = ModelConfig(vocab_size=1024, context_length=256, d_model=256, d_ff=704, num_layers=4, num_heads=4)
 
 
-def judged(precision: str, **model) -> dict:
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-autocast", "fp8"])
+@pytest.mark.parametrize("attention", ["flash_triton", "sdpa"])
+def test_kernels_and_operations_are_within_the_budget(precision, attention):
     device = torch.device("cuda")
     if precision == "fp8":
         check_fp8(device)
     train = TrainConfig(batch_size=8, precision=precision)
-    recipe = Recipe(model=SMALL.changed(**model), train=train)
+    recipe = Recipe(model=SMALL.changed(attention=attention), train=train)
     theirs = reference(of_pytorch(recipe), Ranks(device=device))
     row, _ = judge(TrainingStep(recipe, Ranks(device=device)), theirs, budget_of(precision))
-    return row
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-autocast", "fp8"])
-@pytest.mark.parametrize("attention", ["flash_triton", "sdpa"])
-def test_kernels_and_operations_are_within_the_budget(precision, attention):
-    assert judged(precision, attention=attention) == {"status": "ok"}
+    assert row == {"status": "ok"}
 
 
 @pytest.mark.parametrize("cuda_graph", ["on", "off"])

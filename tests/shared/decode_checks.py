@@ -8,7 +8,7 @@ token by token.
 from typing import NamedTuple
 
 import torch
-from attention_oracle import error_of
+from attention_oracle import beyond, error_of
 from step_cases import tuned
 from torch import Tensor
 
@@ -28,12 +28,7 @@ def faults_of(got: Tensor, rival: Tensor, exact: Tensor) -> list[str]:
     rounding = torch.finfo(got.dtype).eps / 2 + 32 * torch.finfo(torch.float32).eps
     if got.dtype == torch.bfloat16 and not got.is_cuda:
         rounding *= 3  # the interpreter cuts off what it should round
-    error, budget = error_of(got, exact), error_of(rival, exact)
-    return [
-        f"{measure} error {value:.3g}, allowed {limit:.3g}"
-        for measure in ("overall", "worst_row")
-        if not (value := getattr(error, measure)) <= (limit := 2 * getattr(budget, measure) + rounding)
-    ]
+    return beyond(error_of(got, exact), error_of(rival, exact), times=2, floor=rounding)
 
 
 class Product(NamedTuple):

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from attention_oracle import error_of
+from attention_oracle import beyond, error_of
 from step_cases import CASES, Case, Function, plain_norm, targets_of, tuned
 from torch import Tensor
 
@@ -71,10 +71,7 @@ def faults_of(
             continue
         truth = truth.reshape(-1, truth.shape[-1] if truth.dim() else 1)
         error, budget = error_of(got.reshape_as(truth), truth), error_of(rival.reshape_as(truth), truth)
-        for measure in ("overall", "worst_row"):
-            value, limit = getattr(error, measure), times * getattr(budget, measure) + floor
-            if not value <= limit:
-                faults.append(f"{i}: {measure} error {value:.3g}, allowed {limit:.3g}")
+        faults += [f"{i}: {fault}" for fault in beyond(error, budget, times=times, floor=floor)]
     return faults
 
 
