@@ -254,6 +254,9 @@ class TransformerLM(core.TransformerLM):
     torch.Size([2, 64, 1000])
     >>> loss = model.loss(ids[:, :-1], ids[:, 1:])
 
+    Layers may be replaced. Hooks see what the core's layers take and return: one tensor in and out of a block.
+    PEFT needs `target_modules` and no `task_type`.
+
     Args:
         config: the recipe's table `[model]` with `vocab_size` filled in.
 

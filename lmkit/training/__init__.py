@@ -18,7 +18,7 @@ The model of a run, of a checkpoint or of a Hugging Face folder, for a loop of o
 
     from lmkit.training import open_weights
 
-    model = open_weights("artifacts/runs/quickstart").model("cpu")
+    model = open_weights("artifacts/runs/quickstart").model(device="cpu")
 
 A whole run, as `lmkit train` makes it, with metrics, evaluation and exact resume:
 

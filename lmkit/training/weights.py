@@ -213,13 +213,13 @@ class GivenWeights(Mapping[str, torch.Tensor]):
             message = f"{path}: has ids up to {vocab_size - 1}, the embedding of {self.path} {rows} rows"
             raise UsageError("weights.more_ids", message, hint="use the tokenizer of the model")
 
-    def model(self, device: torch.device | str) -> TransformerLM:
+    def model(self, device: torch.device | str = "cpu") -> TransformerLM:
         """Return the model, neither compiled nor wrapped, in eval mode, with kernels that run on the device."""
         return filled_model(self.config, dict(self), device=device, origin=self.path)
 
 
 def open_weights(path: str | Path) -> GivenWeights:
-    """Open a run's newest good checkpoint, a checkpoint, or a Hugging Face folder; `model("cpu")` builds the model.
+    """Open a run's newest good checkpoint, a checkpoint, or a Hugging Face folder; `model()` builds the model.
 
     Raises:
         UsageError: there are no weights, pickled ones, or those of a model that lmkit cannot express.
