@@ -23,8 +23,6 @@ from lmkit.registry import ATTENTION, BENCHES, DATASETS, OPERATIONS, OPTIMIZERS,
 # Before torch is imported: on the tiny tensors of tests, several threads mostly wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-sys.path.insert(0, str(Path(__file__).parent / "shared"))  # what tests of several folders import
-
 REGISTRIES = (ATTENTION, BENCHES, DATASETS, OPERATIONS, OPTIMIZERS, SCHEDULES, STRATEGIES)
 Lmkit = Callable[..., "subprocess.CompletedProcess[str]"]
 

@@ -2,7 +2,6 @@
 
 import gc
 import json
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +18,6 @@ from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.load import validate
 from lmkit.registry import BENCHES
 
-sys.path.insert(0, str(Path(__file__).parent))  # kernels and ranks of these tests; spawned ranks inherit it
 LIMITS = Limits("a test", {"fp32": 1e12, "bf16": 2e12, "tf32": 1e12}, 1e10)
 
 

@@ -1,18 +1,13 @@
 """Files that fuzzing found: each once ended in a traceback or was read wrongly."""
 
 import json
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from random import Random
 from typing import Any
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 import exchange_formats  # noqa: F401  registers its formats
 import formats
+import pytest
 import run_formats  # noqa: F401
 
 from lmkit.errors import LONGEST, LmkitError

@@ -12,11 +12,7 @@ from typing import Any
 import pytest
 from programs import run_program
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))  # for the modules beside this one, here and in the processes that tests start
-
-
-from lmkit.measure.environment import git_state  # noqa: E402
+from lmkit.measure.environment import git_state
 
 CASES = int(os.environ.get("LMKIT_FUZZ_CASES", "60"))
 RECORD = os.environ.get("LMKIT_FUZZ_RECORD")
@@ -32,7 +28,7 @@ pytestmark = [
 @pytest.mark.timeout(0 if CASES > 1000 else 300)
 def test_damaged_files_end_in_a_clean_error_or_a_right_load(tmp_path):
     git = git_state()  # of the code that runs, before the record itself changes the checkout
-    words = (sys.executable, HERE / "worker.py", tmp_path, "0", str(CASES))
+    words = (sys.executable, Path(__file__).with_name("worker.py"), tmp_path, "0", str(CASES))
     done = run_program(*words, cwd=Path.cwd(), timeout=None, no_proxy="127.0.0.1")
     hung = tmp_path / "progress"
     assert done.returncode == 0, f"{hung.read_text() if hung.exists() else ''}\n{done.stderr[-5000:]}"

@@ -1,11 +1,7 @@
 """Files are data: nothing in lmkit unpickles, evaluates or unpacks what it reads."""
 
 import ast
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 
 import lmkit
 

@@ -1,14 +1,8 @@
-"""Make the helpers of this folder and of others importable by plain name, here and in spawned ranks."""
-
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 from attention_oracle import draw_inputs
-
-sys.path[:0] = [str(Path(__file__).parents[1] / name) for name in ("gpu", "training", "parallel", "promises")]
 
 
 def pytest_collection_modifyitems(items):

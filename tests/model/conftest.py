@@ -1,8 +1,6 @@
 """Small models whose every weight is random, gains included."""
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +9,6 @@ import torch
 from lmkit.model.transformer import TransformerLM
 from lmkit.recipe.tables import ModelConfig
 
-sys.path.insert(0, str(Path(__file__).parent))  # for switches.py
 SIZES = {"vocab_size": 61, "context_length": 24, "d_model": 32, "d_ff": 48, "num_layers": 2, "num_heads": 4}
 
 

@@ -1,7 +1,6 @@
 """A tiny run: random token files and a model of 7,000 parameters that trains 20 steps in a fraction of a second."""
 
 import multiprocessing
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from multiprocessing.context import BaseContext
@@ -15,8 +14,6 @@ from tiny import TINY
 from lmkit.data.token_files import TokenFileWriter
 from lmkit.recipe.load import load_recipe
 from lmkit.recipe.recipe import Recipe
-
-sys.path.insert(0, str(Path(__file__).parent))  # for run_folders.py, here and in processes that tests start
 
 VOCABULARY = 64
 TRAINING = (
@@ -77,7 +74,7 @@ def processes() -> BaseContext:
 
 @pytest.fixture
 def fleet(processes: BaseContext, tmp_path: Path) -> Iterator[Any]:
-    from processes import Fleet  # found by the path above
+    from processes import Fleet
 
     with ExitStack() as meetings:
         fleet = Fleet(processes, tmp_path, meetings)

@@ -7,7 +7,7 @@ import torch
 
 from lmkit.recipe.recipe import Recipe
 from lmkit.recipe.tables import ModelConfig
-from lmkit.training.checkpoint import Checkpoint, open_checkpoint, saved_steps
+from lmkit.training.checkpoint import Checkpoint, TrainingState, capture_rng, open_checkpoint, saved_steps
 from lmkit.training.metrics import read_metrics
 from lmkit.training.session import TrainResult
 from lmkit.training.session import train as train_here
@@ -48,6 +48,13 @@ def losses(recipe: Recipe, kind: str = "train") -> list[tuple[int, float]]:
 
 def newest(recipe: Recipe) -> Checkpoint:
     return open_checkpoint(saved_steps(recipe.run.path / "checkpoints")[-1].path)
+
+
+def make_state(step: int, **fields: object) -> TrainingState:
+    facts = {"lmkit": "0", "step": step, "seconds": 1.5, "tokens": 10, "world_size": 1, "strategy": "none"}
+    facts |= {"optimizer_shards": 1, "rng": (capture_rng(torch.device("cpu")),), "recipe": {}}
+    facts |= {"model": ModelConfig(vocab_size=300), "recipe_sha256": ""}
+    return TrainingState(**{**facts, **fields})
 
 
 def saved(recipe: Recipe) -> list[int]:

@@ -11,7 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 from raising import raises
-from test_saving import make_state
+from run_folders import make_state
 
 from lmkit.errors import LmkitError, UsageError
 from lmkit.storage.atomic import sha256_file

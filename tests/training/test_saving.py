@@ -9,22 +9,16 @@ import pytest
 import torch
 from programs import file_size_limit
 from raising import raises
+from run_folders import make_state
 
 from lmkit.errors import LmkitError
 from lmkit.parallel.ranks import RankLost, Ranks
-from lmkit.recipe.tables import CheckpointConfig, ModelConfig
+from lmkit.recipe.tables import CheckpointConfig
 from lmkit.training import checkpoint as ckpt
 from lmkit.training import resume
 from lmkit.training.resume import CheckpointWriter
 
 Save = Callable[..., None]
-
-
-def make_state(step: int, **fields: object) -> ckpt.TrainingState:
-    facts = {"lmkit": "0", "step": step, "seconds": 1.5, "tokens": 10, "world_size": 1, "strategy": "none"}
-    facts |= {"optimizer_shards": 1, "rng": (ckpt.capture_rng(torch.device("cpu")),), "recipe": {}}
-    facts |= {"model": ModelConfig(vocab_size=300), "recipe_sha256": ""}
-    return ckpt.TrainingState(**{**facts, **fields})
 
 
 def make_writer(folder: Path, keep_last: int = 2, ranks: Ranks | None = None) -> CheckpointWriter:
