@@ -3,6 +3,7 @@ import io
 import itertools
 import os
 import re
+import sys
 from typing import NamedTuple
 
 import pytest
@@ -96,9 +97,24 @@ def _unload_real_kernels_only():
     CompiledKernel.__del__ = unload_unless_stand_in
 
 
+def _forget_kernels():
+    """Forget what was prepared and compiled: it is of use to one GPU alone."""
+    from triton.runtime.jit import JITFunction
+
+    from lmkit.kernels.launch import LaunchCache
+
+    modules = [module for name, module in sys.modules.items() if name.startswith("lmkit.kernels.")]
+    for value in [value for module in modules for value in vars(module).values()]:
+        if isinstance(value, LaunchCache):
+            value.prepared = {}
+        elif isinstance(value, JITFunction):
+            value.device_caches.clear()
+
+
 @pytest.fixture
 def stand_in_gpu(monkeypatch, tmp_path_factory):
-    """Triton believes that there is an H200; nothing runs. `launches` lists what the C launcher was given."""
+    """Triton believes that there is an H200; nothing runs. `launches` lists what the C launcher was given. No kernel
+    and no call is known at the start, and none stays known."""
     pytest.importorskip("triton", reason="Triton is not installed")
     if INTERPRETED:
         pytest.skip("the interpreter is on: nothing is compiled")
@@ -121,7 +137,9 @@ def stand_in_gpu(monkeypatch, tmp_path_factory):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(triton.runtime.driver, "_active", gpu)
-    return gpu
+    _forget_kernels()
+    yield gpu
+    _forget_kernels()
 
 
 class Report(NamedTuple):

@@ -18,7 +18,7 @@ from marking import full_but
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lmkit.kernels.adamw import BLOCK, WARPS, adamw_kernel, decide, decide_kernel
+from lmkit.kernels.adamw import BLOCK, WARPS, adamw_kernel, decide
 from lmkit.optim import adamw
 
 THREADS = 32 * WARPS
@@ -69,7 +69,6 @@ def test_the_decision_and_scalars_of_the_device(stand_in_gpu, assembled):
     decide(*scalars, torch.zeros(4, dtype=torch.float64))
     assert assembled["decide_kernel"].spills == 0
     assert "ld.global.b32" in compile_kernel(90, tl.float32, None, True, decided=True)
-    decide_kernel.device_caches.clear()
 
 
 def test_arithmetic_is_ieee_and_unfused():

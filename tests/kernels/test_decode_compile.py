@@ -60,9 +60,7 @@ def prepare_step(stand_in_gpu, assembled, monkeypatch):
         return Fp8Matrix(torch.empty(weight.shape, dtype=torch.float8_e4m3fn), torch.empty(len(weight)))
 
     monkeypatch.setattr(kernel_step, "to_fp8", empty_fp8)
-    yield prepare_all
-    for kernel in KERNELS:
-        kernel.device_caches.clear()
+    return prepare_all
 
 
 def prepare_all(

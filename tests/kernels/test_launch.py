@@ -25,19 +25,7 @@ from lmkit.kernels.launch import LaunchCache, empty_in_order_of, recording
 
 POINTERS = Tiling(rows=32, columns=16, warps=4, stages=1)
 COPIED = Tiling(rows=64, columns=32, warps=4, stages=2, descriptors=True)
-KERNELS = (flash_forward.forward_kernel, flash_backward.dq_kernel, flash_backward.dkdv_kernel)
-KERNELS += (cross_entropy.scale_kernel,)
 CALLS = (flash_forward.forward_calls, flash_backward.backward_calls, cross_entropy.scale_calls)
-
-
-@pytest.fixture(autouse=True)
-def _forget(stand_in_gpu, monkeypatch):
-    """No kernel and no call is known at the start, and none stays known."""
-    for calls in CALLS:
-        monkeypatch.setattr(calls, "prepared", {})
-    yield
-    for kernel in KERNELS:
-        kernel.device_caches.clear()  # what was compiled for the GPU that is not there
 
 
 def inputs(

@@ -16,27 +16,13 @@ KERNELS = (
     *(swiglu.swiglu_kernel, swiglu.swiglu_gradient_kernel, cross_entropy.cross_entropy_kernel),
     *(embedding.scatter_add_kernel, embedding.sorted_sum_kernel),
 )
-CALLS = (
-    *(norm.forward_calls, norm.backward_calls, rope.calls, swiglu.forward_calls, swiglu.backward_calls),
-    *(cross_entropy.calls, embedding.atomic_calls, embedding.sorted_calls),
-)
 # Loads and stores of single values in each kernel; all others move 16 bytes a thread.
 SINGLE = dict.fromkeys(("rope_kernel", "swiglu_kernel", "swiglu_gradient_kernel"), (0, 0))
 SINGLE |= {"add_norm_kernel": (0, 1), "norm_gradient_kernel": (1, 0)}
 SINGLE |= {"cross_entropy_kernel": (3, 2), "scatter_add_kernel": (1, 0)}
 CASTS = (fp8.cast_rows_kernel, fp8.cast_transposed_kernel)
 CASTS += (swiglu.swiglu_cast_kernel, swiglu.swiglu_gradient_cast_kernel)
-CALLS += (fp8.row_calls, fp8.transposed_calls, swiglu.cast_forward_calls, swiglu.cast_backward_calls)
 D_FF = {128: 352, 512: 1376, 768: 2048, 1024: 2752, 2048: 5504, 4096: 11008}
-
-
-@pytest.fixture(autouse=True)
-def _forget(stand_in_gpu, monkeypatch):
-    for calls in CALLS:
-        monkeypatch.setattr(calls, "prepared", {})
-    yield
-    for kernel in KERNELS + CASTS:
-        kernel.device_caches.clear()
 
 
 @pytest.fixture

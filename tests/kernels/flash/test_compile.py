@@ -12,10 +12,8 @@ from lmkit.kernels.flash.tuning import KERNELS, Case, candidate_tilings, shipped
 
 
 @pytest.fixture
-def compile_pass(stand_in_gpu, assembled, monkeypatch):
+def compile_pass(stand_in_gpu, assembled):
     """Compiles the kernels of a causal forward and backward pass with these tilings: kernel -> Report."""
-    for calls in (forward.forward_calls, backward.backward_calls, backward.last_calls):
-        monkeypatch.setattr(calls, "prepared", {})
 
     def compiled(head_dim, dtype, precision, tilings, capability=90, first=None):
         stand_in_gpu.target = GPUTarget("cuda", capability, 32)
@@ -29,10 +27,7 @@ def compile_pass(stand_in_gpu, assembled, monkeypatch):
         assert set(assembled) == {"forward_kernel", "dq_kernel", "dkdv_kernel"} | searched
         return assembled
 
-    yield compiled
-    kernels = forward.forward_kernel, backward.dq_kernel, backward.dkdv_kernel
-    for kernel in (*kernels, backward.last_queries_kernel):
-        kernel.device_caches.clear()
+    return compiled
 
 
 def cases(head_dim, dtype, precision, aligned):

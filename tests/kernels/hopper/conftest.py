@@ -8,18 +8,14 @@ import torch
 
 @pytest.fixture
 def launcher(stand_in_gpu, monkeypatch):
-    """`lmkit.kernels.hopper`, which takes tensors of the CPU. What is prepared and compiled here is forgotten."""
-    from triton.runtime.jit import JITFunction
-
+    """`lmkit.kernels.hopper`, which takes tensors of the CPU. What is prepared here is forgotten."""
     from lmkit.kernels import hopper
-    from lmkit.kernels.flash.backward import last_calls, last_queries_kernel
 
     # The package has functions of these names.
     modules = [importlib.import_module(f"lmkit.kernels.hopper.{name}") for name in ("forward", "backward")]
     for module in modules:
         monkeypatch.setattr(module, "selected", lambda device: contextlib.nullcontext())
         monkeypatch.setattr(module, "count_sms", lambda device: 132)
-    monkeypatch.setattr(last_calls, "prepared", {})
     for name in ("_COUNTERS", "_STOCK"):
         monkeypatch.setattr(modules[0], name, {})
     stream = SimpleNamespace(synchronize=lambda: None)
@@ -27,7 +23,3 @@ def launcher(stand_in_gpu, monkeypatch):
     yield hopper
     for module in modules:
         module._prepare.cache_clear()
-        for kernel in vars(module).values():
-            if isinstance(kernel, JITFunction):
-                kernel.device_caches.clear()
-    last_queries_kernel.device_caches.clear()
