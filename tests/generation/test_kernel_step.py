@@ -12,11 +12,7 @@ from lmkit.core.sampling import Sampling
 from lmkit.generation import Decoder
 from lmkit.generation.decoder import decoder_needs, kernel_step_needs
 
-pytestmark = [
-    pytest.mark.interpreter,
-    # The interpreter computes on masked lanes, too, and NumPy says so.
-    pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero) encountered:RuntimeWarning"),
-]
+pytestmark = pytest.mark.interpreter
 
 
 OFTEN = [

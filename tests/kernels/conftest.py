@@ -8,21 +8,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from attention_oracle import draw_inputs
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
-
-def pytest_itemcollected(item):
-    """The interpreter computes on masked lanes, too, and NumPy says so."""
-    if item.get_closest_marker("interpreter"):
-        said = "ignore:(invalid value|overflow|divide by zero) encountered:RuntimeWarning"
-        item.add_marker(pytest.mark.filterwarnings(said))
-
-
-@pytest.fixture
-def random_inputs():
-    return draw_inputs
 
 
 class StandInModule(int):

@@ -10,31 +10,25 @@ import decode_checks as checks
 import decode_draw_checks as draws
 
 pytestmark = pytest.mark.interpreter
-DTYPES = pytest.mark.parametrize("dtype", full_but([torch.float32], [torch.float32, torch.float16]), ids=str)
 
 
-@DTYPES
-@pytest.mark.parametrize("case", full_but(checks.PRODUCTS[::3], checks.PRODUCTS), ids=str)
-def test_products(case, dtype):
-    checks.check_product(case, dtype, "cpu")
+CASES = [*checks.PRODUCTS, *checks.ATTENDS]
+OFTEN = [*checks.PRODUCTS[::3], *checks.ATTENDS[::4]]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("case", checks.PRODUCTS, ids=str)
-def test_faults_of_products_are_seen(case):
-    checks.check_product_faults_are_seen(case, "cpu")
-
-
-@DTYPES
-@pytest.mark.parametrize("case", full_but(checks.ATTENDS[::4], checks.ATTENDS), ids=str)
-def test_attention(case, dtype):
-    checks.check_attend(case, dtype, "cpu")
+@pytest.mark.parametrize("dtype", full_but([torch.float32], [torch.float32, torch.float16]), ids=str)
+@pytest.mark.parametrize("case", full_but(OFTEN, CASES), ids=str)
+def test_products_and_attention(case, dtype):
+    check = checks.check_product if case in checks.PRODUCTS else checks.check_attend
+    check(case, dtype, "cpu")
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", checks.ATTENDS, ids=str)
-def test_faults_of_attention_are_seen(case):
-    checks.check_attend_faults_are_seen(case, "cpu")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_faults_of_products_and_attention_are_seen(case):
+    is_product = case in checks.PRODUCTS
+    check = checks.check_product_faults_are_seen if is_product else checks.check_attend_faults_are_seen
+    check(case, "cpu")
 
 
 @pytest.mark.parametrize("name", full_but(["greedy", "all", "top-p"], draws.SAMPLINGS))

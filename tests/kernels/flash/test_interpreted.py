@@ -7,7 +7,7 @@ float32 and float16 only: the interpreter multiplies the raw bits of bfloat16. b
 
 import pytest
 import torch
-from attention_oracle import faults_of
+from attention_oracle import draw_inputs, faults_of
 from marking import full_but, full_except
 from raising import raises
 
@@ -56,9 +56,9 @@ def firsts(queries):
     ("rows", "columns", "options"),
     full_except((32, 32, {}), (16, 64, {"apart": True}), (64, 16, {"split": True})),
 )
-def test_first_hides_keys_in_any_tile(name, rows, columns, options, with_tiling, random_inputs):
+def test_first_hides_keys_in_any_tile(name, rows, columns, options, with_tiling):
     """Against float64: queries that see nothing of a tile, tiles that nobody sees, a large key that few see."""
-    q, k, v, dout = random_inputs(batch=2, heads=2, kv_heads=1, queries=90, head_dim=24)
+    q, k, v, dout = draw_inputs(batch=2, heads=2, kv_heads=1, queries=90, head_dim=24)
     k[:, :, 3] *= 10
     first = firsts(90)[name].to(torch.int32).contiguous()
     attention = with_tiling(rows, columns, **options)
@@ -78,8 +78,8 @@ def test_first_hides_keys_in_any_tile(name, rows, columns, options, with_tiling,
 @pytest.mark.parametrize(
     "options", [{}, {"split": True, "registers": True, "apart": True}], ids=["", "apart"]
 )
-def test_any_tile_shape(rows, columns, keys, options, causal, with_tiling, random_inputs):
-    inputs = random_inputs(heads=4, kv_heads=2, queries=70, keys=keys, head_dim=24)
+def test_any_tile_shape(rows, columns, keys, options, causal, with_tiling):
+    inputs = draw_inputs(heads=4, kv_heads=2, queries=70, keys=keys, head_dim=24)
     attention = with_tiling(rows, columns, **options)
     assert faults_of(attention, reference, *inputs, causal=causal) == []
 
@@ -87,15 +87,15 @@ def test_any_tile_shape(rows, columns, keys, options, causal, with_tiling, rando
 @pytest.mark.full
 @pytest.mark.parametrize("split", [False, True], ids=["padded", "split"])
 @pytest.mark.parametrize("head_dim", [1, 8, 24, 32, 40, 80, 96])
-def test_any_head_dim(head_dim, split, with_tiling, random_inputs):
-    inputs = random_inputs(queries=33, keys=40, head_dim=head_dim)
+def test_any_head_dim(head_dim, split, with_tiling):
+    inputs = draw_inputs(queries=33, keys=40, head_dim=head_dim)
     assert faults_of(with_tiling(32, 32, split=split), reference, *inputs, causal=True) == []
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("head_dim", full_but([40], [32, 40]))
-def test_tensor_descriptors(head_dim, causal, with_tiling, random_inputs):
-    inputs = random_inputs(heads=4, kv_heads=2, queries=65, keys=50, head_dim=head_dim, dtype=torch.float16)
+def test_tensor_descriptors(head_dim, causal, with_tiling):
+    inputs = draw_inputs(heads=4, kv_heads=2, queries=65, keys=50, head_dim=head_dim, dtype=torch.float16)
     attention = with_tiling(32, 16, descriptors=True)
     assert faults_of(attention, reference, *inputs, causal=causal) == []
 
@@ -106,8 +106,8 @@ def test_views_of_one_projection_give_a_view_that_is_contiguous():
     assert flash_triton(q, k, v, causal=True).transpose(1, 2).is_contiguous()
 
 
-def test_the_log_sum_exp_and_the_gradients_are_those_of_flash_torch(random_inputs):
-    q, k, v, dout = (x.requires_grad_() for x in random_inputs(heads=4, kv_heads=2, queries=33))
+def test_the_log_sum_exp_and_the_gradients_are_those_of_flash_torch():
+    q, k, v, dout = (x.requires_grad_() for x in draw_inputs(heads=4, kv_heads=2, queries=33))
     outs = FlashAttentionTriton.apply(q, k, v, True)[0], FlashAttention.apply(q, k, v, True)
     saved = [out.grad_fn.saved_tensors[-1] for out in outs]
     assert saved[0].shape == saved[1].shape == (1, 4, 33)
@@ -116,8 +116,8 @@ def test_the_log_sum_exp_and_the_gradients_are_those_of_flash_torch(random_input
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)  # float32, sums over 33 keys
 
 
-def test_rows_with_a_stride_and_broadcast_gradients(random_inputs):
-    q, k, v, dout = random_inputs(queries=20, head_dim=32)
+def test_rows_with_a_stride_and_broadcast_gradients():
+    q, k, v, dout = draw_inputs(queries=20, head_dim=32)
     q = q.repeat_interleave(2, dim=3)[..., ::2]  # innermost stride 2
     dout = dout[..., :1].expand_as(dout)  # innermost stride 0, as sum() makes it
     assert faults_of(flash_triton, reference, q, k, v, dout, causal=True) == []
@@ -126,17 +126,17 @@ def test_rows_with_a_stride_and_broadcast_gradients(random_inputs):
 @pytest.mark.full
 # torch 2.15: opcheck itself reads .grad of a tensor that is not a leaf
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_operators_keep_their_promises(random_inputs):
-    q, k, v, _ = (x.requires_grad_() for x in random_inputs(heads=4, kv_heads=2, queries=20, keys=30))
+def test_operators_keep_their_promises():
+    q, k, v, _ = (x.requires_grad_() for x in draw_inputs(heads=4, kv_heads=2, queries=20, keys=30))
     torch.library.opcheck(
         torch.ops.lmkit.flash_attention_forward.default, (q, k, v, True, 0.25, "auto", False, "ieee")
     )
 
 
 @pytest.mark.full
-def test_a_second_derivative_is_refused(random_inputs):
+def test_a_second_derivative_is_refused():
     """The backward kernels have none; without a word autograd would leave its terms out."""
-    q, k, v, dout = (x.requires_grad_() for x in random_inputs(queries=20))
+    q, k, v, dout = (x.requires_grad_() for x in draw_inputs(queries=20))
     operator = torch.ops.lmkit.flash_attention_forward.default
     for outside in (dout.detach(), dout):  # a constant, as behind a loss, or part of the graph
         for wanted in (q, v):  # autograd runs only what lies on the way to it
@@ -159,9 +159,9 @@ def test_a_second_derivative_is_refused(random_inputs):
         ({}, {"implementation": "cuda"}, "attention.unknown_implementation", "cuda"),
     ],
 )
-def test_what_is_not_supported_is_refused(inputs, options, code, named, random_inputs):
+def test_what_is_not_supported_is_refused(inputs, options, code, named):
     with raises(UsageError, code, named):
-        flash_triton(*random_inputs(**inputs)[:3], causal=True, **options)
+        flash_triton(*draw_inputs(**inputs)[:3], causal=True, **options)
 
 
 @pytest.mark.parametrize("name", firsts(90))

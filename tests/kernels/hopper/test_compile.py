@@ -74,20 +74,19 @@ CASES = [
 ]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("head_dim", "length", "causal", "dtype", "deterministic"), CASES, ids=str)
-def test_all_kernels(compile_pass, head_dim, length, causal, dtype, deterministic):
-    check(compile_pass(head_dim, length, causal, dtype, deterministic), dtype)
+HIDING = itertools.product([64, 128, 256], [200, 2048], [True], [BF16, FP16], [False, True])
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("length", [200, 2048])
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_kernels_that_hide_documents(compile_pass, head_dim, length, dtype, deterministic):
-    first = torch.zeros(1, length, dtype=torch.int32)
-    check(compile_pass(head_dim, length, True, dtype, deterministic, first), dtype, KNOWN_SPILLS_OF_FIRST)
+@pytest.mark.parametrize(
+    ("head_dim", "length", "causal", "dtype", "deterministic", "known"),
+    [*((*case, KNOWN_SPILLS) for case in CASES), *((*case, KNOWN_SPILLS_OF_FIRST) for case in HIDING)],
+    ids=str,
+)
+def test_all_kernels(compile_pass, head_dim, length, causal, dtype, deterministic, known):
+    """Also those that hide documents."""
+    first = torch.zeros(1, length, dtype=torch.int32) if known is KNOWN_SPILLS_OF_FIRST else None
+    check(compile_pass(head_dim, length, causal, dtype, deterministic, first), dtype, known)
 
 
 @pytest.mark.full
