@@ -57,15 +57,10 @@ def _upward(path: Path, tree: ast.AST) -> list[str]:
     return wrong
 
 
-def test_every_package_has_a_layer():
-    found = {_layer(path) for path in _modules()} - {"__init__"}
-    assert found <= set(LAYERS)
-
-
-def test_imports_point_down():
-    wrong = [
-        line for path in _modules() if _layer(path) != "__init__" for line in _upward(path, _parse(path))
-    ]
+def test_every_package_has_a_layer_and_imports_point_down():
+    modules = [path for path in _modules() if _layer(path) != "__init__"]
+    assert {_layer(path) for path in modules} <= set(LAYERS)
+    wrong = [line for path in modules for line in _upward(path, _parse(path))]
     assert wrong == []
 
 

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from planted_kernels import first_forgotten, gradient_dropped, wrong_without_gradients
 from raising import raises
 from tiny import RANDOM_TOKENS, tiny_recipe
 
@@ -31,9 +32,15 @@ class Options(Table): ...
 @ATTENTION.register("my_kernel")
 def my_kernel(q, k, v, *, causal, scale=None):
     raise Ends("kernel")
+@ATTENTION.register("three")
+def three(q, k, v):
+    return q
 @SCHEDULES.register("my_schedule")
 def schedule(step, **options):
     return 1 / 0
+@SCHEDULES.register("one")
+def one(step):
+    return 0.1
 @OPTIMIZERS.register("my_optimizer")
 class Optimizer(SGD):
     def __init__(self, groups, options):
@@ -63,13 +70,15 @@ def plugin(tmp_path):
         ("train tiny.toml --set optimizer.schedule=my_schedule", "'my_schedule'", "ZeroDivisionError: "),
         ("train tiny.toml --set optimizer.name=my_optimizer", "'my_optimizer'", "KeyError: 'no such key'"),
         ("bench my-bench", "bench 'my_bench'", "Ends: bench"),
+        ("train tiny.toml --set optimizer.schedule=one", "schedule 'one'", "argument"),
+        ("train tiny.toml --set model.attention=three", "attention kernel 'three'", "argument"),
     ],
 )
 def test_what_a_plugin_raises_is_one_line(plugin, command, entry, error, terminal):
     refused = terminal.refuses(
         f"{command} --plugin {plugin}", code="plugin.raised", says=[entry, f"{plugin}:", error], exit_code=1
     )
-    assert "--debug" in refused.hint
+    assert ("CONTRIBUTING.md" if error == "argument" else "--debug") in refused.hint
 
 
 def test_a_bench_that_returns_no_rows_is_one_line(plugin, terminal):
@@ -111,6 +120,7 @@ CALLED = {
         )),
         ("optimizer 'my_optimizer'", "None", "NoneType"),
         ("optimizer 'my_optimizer'", "torch.nn.Linear(1, 1)", "Linear without param_groups"),
+        ("optimizer 'my_optimizer'", "torch.optim.LBFGS(groups[0]['params'])", "closure"),
     ],
 )  # fmt: skip
 def test_what_a_plugin_returns_is_checked(plugin, entry, returned, found, terminal):
@@ -128,29 +138,6 @@ def test_what_a_schedule_returns_is_checked(returned):
 
     with raises(LmkitError, "plugin.returned", __file__, "schedule 'my_schedule'", "not a finite number"):
         learning_rate(OptimizerConfig(schedule="my_schedule"), 10)(0, None)
-
-
-@pytest.mark.parametrize(
-    ("setting", "entry"),
-    [
-        ("optimizer.schedule=my_schedule", "schedule 'my_schedule'"),
-        ("model.attention=my_kernel", "attention kernel 'my_kernel'"),
-    ],
-)
-def test_a_function_that_takes_other_arguments_is_named(plugin, setting, entry, terminal):
-    plugin.write_text(
-        "from lmkit.registry import ATTENTION, OPERATIONS, SCHEDULES\n"
-        "@SCHEDULES.register('my_schedule')\ndef schedule(step):\n    return 0.1\n"
-        "@ATTENTION.register('my_kernel')\ndef kernel(q, k, v):\n    return q\n"
-    )
-    command = f"train tiny.toml --set {setting} --plugin {plugin}"
-    terminal.refuses(command, code="plugin.raised", says=[entry, str(plugin), "argument"], exit_code=1)
-
-
-def test_an_optimizer_whose_step_needs_a_closure_is_named(plugin, terminal):
-    plugin.write_text(RETURNS.format(returned="torch.optim.LBFGS(groups[0]['params'])"))
-    command = f"train tiny.toml --set optimizer.name=my_optimizer --plugin {plugin}"
-    terminal.refuses(command, code="plugin.returned", says=["LBFGS", "closure"], exit_code=1)
 
 
 @pytest.mark.parametrize("code", ["", "3", "'done'"])
@@ -184,16 +171,8 @@ def right(q, k, v, *, causal, scale=None, first=None):
     return reference(q, k, v, causal=causal, scale=scale, first=first)
 
 
-def without_gradient_of_v(q, k, v, *, causal, scale=None):
-    return reference(q, k, v.detach(), causal=causal, scale=scale) + 0.0 * v.sum()
-
-
 def forgets_its_inputs(q, k, v, *, causal, scale=None):
     return reference(*(x.detach().requires_grad_() for x in (q, k, v)), causal=causal, scale=scale)
-
-
-def wrong_without_gradients(q, k, v, *, causal, scale=None):
-    return reference(q, k, v, causal=causal, scale=scale) * (1 if torch.is_grad_enabled() else 2)
 
 
 @functools.cache
@@ -213,10 +192,6 @@ def wrong_for_three(q, k, v, *, causal, scale=None):
     return reference(q, k, v, causal=causal, scale=scale) * (1 if len(q) < 3 else 2)
 
 
-def ignores_first(q, k, v, *, causal, scale=None, first=None):
-    return reference(q, k, v, causal=causal, scale=scale)
-
-
 def joined_without_groups(qkv, *, kv_heads, head_dim):
     heads = qkv.unflatten(-1, (-1, head_dim)).transpose(1, 2)
     q, k, v = heads.split((heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
@@ -227,13 +202,13 @@ def joined_without_groups(qkv, *, kv_heads, head_dim):
 @pytest.mark.parametrize(
     ("kernel", "facts", "found"),
     [
-        *((right, {}, ""), (right, {"windows": True}, ""), (without_gradient_of_v, {}, "wrong gradients: ")),
+        *((right, {}, ""), (right, {"windows": True}, ""), (gradient_dropped, {}, "wrong gradients: ")),
         (forgets_its_inputs, {}, "wrong gradients: "),
         (wrong_without_gradients, {}, "wrong attention under no_grad: "),
         (remembers_without_gradients, {}, "wrong attention under no_grad: "),
         (wrong_for_three, {}, "wrong attention: "),
-        (ignores_first, {"windows": True}, "wrong attention with first=: "),
-        (ignores_first, {"sees_all": False}, ""),
+        (first_forgotten, {"windows": True}, "wrong attention with first=: "),
+        (first_forgotten, {"sees_all": False}, ""),
         (right, {"joined": f"{__name__}:joined_without_groups"}, "wrong attention of a joined projection: "),
     ],
 )

@@ -5,10 +5,11 @@ on the GPU.
 """
 
 import math
+from functools import partial
 
 import pytest
 import torch
-from attention_oracle import exact_attention, faults_of
+from attention_oracle import draw_inputs, exact_attention, faults_of
 from marking import full_but
 from raising import raises
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,6 +20,7 @@ from lmkit.core.attention import reference
 from lmkit.errors import UsageError
 from lmkit.registry import ATTENTION
 
+random_inputs = partial(draw_inputs, batch=2)
 PYTORCH_KERNELS = ["reference", "vectorized", "flash_torch", "sdpa"]
 MASKED_KERNELS = ["reference", "vectorized", "sdpa"]
 
@@ -53,14 +55,14 @@ MORE_SHAPES = [
 
 @both_masks
 @pytest.mark.parametrize("sizes", full_but(SHAPES, SHAPES + MORE_SHAPES), ids=str)
-def test_fault_82_any_lengths_equal_the_oracle(kernel, sizes, causal, random_inputs):
+def test_fault_82_any_lengths_equal_the_oracle(kernel, sizes, causal):
     """Any dtype and grouped heads, too."""
     if sizes.get("dtype") == torch.bfloat16 and kernel.__name__ == "flash_triton":
         pytest.skip("the interpreter multiplies the raw bits of bfloat16")
     assert faults_of(kernel, reference, *random_inputs(**sizes), causal=causal) == []
 
 
-def test_strided_inputs(kernel, random_inputs):
+def test_strided_inputs(kernel):
     # As a model makes them: slices of one projection, (batch, seq, 3, heads, head_dim).
     projection = torch.randn(2, 65, 3, 2, 32, generator=torch.Generator().manual_seed(0))
     q, k, v = (projection[:, :, i].transpose(1, 2) for i in range(3))
@@ -71,7 +73,7 @@ def test_strided_inputs(kernel, random_inputs):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("scale", [0.7, -0.5, 0.0])
-def test_a_scale_of_any_sign(kernel, scale, dtype, random_inputs):
+def test_a_scale_of_any_sign(kernel, scale, dtype):
     """Masked scores are minus infinity after scaling, not before."""
     inputs = random_inputs(queries=20, dtype=dtype)
     assert faults_of(kernel, reference, *inputs, causal=True, scale=scale) == []
@@ -82,7 +84,7 @@ NOTHING = [{"batch": 0, "heads": 4, "kv_heads": 2}, {"queries": 0, "keys": 5, "h
 
 @both_masks
 @pytest.mark.parametrize("sizes", [*NOTHING, {"queries": 5, "keys": 0}], ids=str)
-def test_nothing_in_gives_zeros_out(kernel, sizes, causal, random_inputs):
+def test_nothing_in_gives_zeros_out(kernel, sizes, causal):
     """Also where a row that sees no key holds what is not finite."""
     q, k, v, dout = random_inputs(**sizes)
     if q.numel():
@@ -94,7 +96,7 @@ def test_nothing_in_gives_zeros_out(kernel, sizes, causal, random_inputs):
 
 
 @pytest.mark.parametrize("factor", [8.0, 1e4], ids=["logits x 8", "inputs x 1e4"])
-def test_large_logits_stay_finite(kernel, factor, random_inputs):
+def test_large_logits_stay_finite(kernel, factor):
     q, k, v, _ = random_inputs(queries=130)
     (exact,) = exact_attention(q * factor, k, v, None, causal=True)
     got = kernel(q * factor, k, v, causal=True)
@@ -103,7 +105,7 @@ def test_large_logits_stay_finite(kernel, factor, random_inputs):
     torch.testing.assert_close(got.double(), exact, atol=tolerance, rtol=tolerance)
 
 
-def test_nan_reaches_exactly_the_rows_that_see_it(kernel, random_inputs):
+def test_nan_reaches_exactly_the_rows_that_see_it(kernel):
     q, k, v, _ = random_inputs(queries=140)
     k[0, 0, 70] = torch.nan
     out = kernel(q, k, v, causal=True)
@@ -112,7 +114,7 @@ def test_nan_reaches_exactly_the_rows_that_see_it(kernel, random_inputs):
     assert out.isfinite().all()
 
 
-def test_autocast_casts_mixed_inputs_but_not_float64(pytorch_kernel, random_inputs):
+def test_autocast_casts_mixed_inputs_but_not_float64(pytorch_kernel):
     q, k, v, dout = random_inputs(queries=20)
     q.requires_grad_()
     wide = [x.detach().double() for x in (q, k, v)]
@@ -160,7 +162,7 @@ def test_flash_attention_checks_shapes_where_they_enter(shapes):
         FlashAttention.apply(q, k, k, True)
 
 
-def test_flash_torch_never_holds_the_scores(random_inputs):
+def test_flash_torch_never_holds_the_scores():
     """The largest tensor that flash_torch makes is linear in the sequence length."""
 
     class Largest(TorchDispatchMode):
@@ -215,7 +217,7 @@ def by_hand(q, k, v, visible):
 @both_masks
 @pytest.mark.parametrize("shape", [(7, 9), (9,), (2, 1, 7, 9), (1, 4, 7, 1), (2, 4, 7, 9)], ids=str)
 @pytest.mark.parametrize("name", MASKED_KERNELS)
-def test_a_mask_hides_keys(name, shape, causal, random_inputs):
+def test_a_mask_hides_keys(name, shape, causal):
     torch.manual_seed(1)
     mask = torch.rand(shape) > 0.4
     if mask.dim() > 1:
@@ -232,7 +234,7 @@ def test_a_mask_hides_keys(name, shape, causal, random_inputs):
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)  # float64, other order of sums
 
 
-def test_integers_a_scale_with_gradients_and_a_mask_as_causal_are_refused(random_inputs):
+def test_integers_a_scale_with_gradients_and_a_mask_as_causal_are_refused():
     q, k, v, _ = random_inputs(queries=5, keys=5)
     for kernel in PYTORCH_KERNELS:
         with pytest.raises(ValueError, match="floating-point"):
@@ -244,7 +246,7 @@ def test_integers_a_scale_with_gradients_and_a_mask_as_causal_are_refused(random
 
 
 @pytest.mark.parametrize("name", MASKED_KERNELS)
-def test_a_mask_of_another_kind_or_shape_is_refused(name, random_inputs):
+def test_a_mask_of_another_kind_or_shape_is_refused(name):
     q, k, v, _ = random_inputs(queries=7, keys=9)
     for mask in (torch.zeros(7, 9), torch.ones(9, 7, dtype=torch.bool), torch.ones(1, 1, 1, 1, 9) > 0):
         with pytest.raises(ValueError, match="mask"):
@@ -254,7 +256,7 @@ def test_a_mask_of_another_kind_or_shape_is_refused(name, random_inputs):
 @pytest.mark.parametrize(
     ("batch", "dtype"), [(1, torch.float64), (2, torch.float64), (2, torch.bfloat16)], ids=str
 )
-def test_first_hides_the_keys_before_it(pytorch_kernel, batch, dtype, random_inputs):
+def test_first_hides_the_keys_before_it(pytorch_kernel, batch, dtype):
     """Windows, and documents that differ between rows; some begin inside a tile, some hide whole tiles."""
     q, k, v, dout = random_inputs(heads=2, kv_heads=1, queries=140, head_dim=4, dtype=dtype)
     place = torch.arange(140)
@@ -280,7 +282,7 @@ def test_first_hides_the_keys_before_it(pytorch_kernel, batch, dtype, random_inp
 
 
 @pytest.mark.parametrize("name", [*PYTORCH_KERNELS, "auto"])
-def test_one_head_needs_no_axis(name, random_inputs):
+def test_one_head_needs_no_axis(name):
     q, k, v, _ = random_inputs(heads=1, queries=7, keys=9)
     mask = torch.rand(2, 7, 9) > 0.3
     flat = [x.squeeze(1) for x in (q, k, v)]
@@ -291,7 +293,7 @@ def test_one_head_needs_no_axis(name, random_inputs):
         assert torch.equal(out, attention(q, k, v, mask=mask[:, None], kernel=name).squeeze(1))
 
 
-def test_auto_takes_the_first_that_supports_the_call(monkeypatch, random_inputs):
+def test_auto_takes_the_first_that_supports_the_call(monkeypatch):
     q, k, v, _ = random_inputs(queries=7)
     assert torch.equal(attention(q, k, v, True), sdpa(q, k, v, causal=True))
     monkeypatch.setattr(dispatch, "PREFERRED", ("flash_triton", "flash_torch", "sdpa"))
@@ -301,14 +303,14 @@ def test_auto_takes_the_first_that_supports_the_call(monkeypatch, random_inputs)
     assert torch.equal(attention(q, k, v, mask=mask), sdpa(q, k, v, causal=False, mask=mask))
 
 
-def test_a_kernel_without_masks_names_those_that_take_one(random_inputs):
+def test_a_kernel_without_masks_names_those_that_take_one():
     q, k, v, _ = random_inputs(queries=7)
     with raises(UsageError, "attention.no_mask") as caught:
         attention(q, k, v, mask=torch.ones(7, 7) > 0, kernel="flash_torch")
     assert all(name in caught.value.hint for name in MASKED_KERNELS)
 
 
-def test_options_reach_the_kernel(random_inputs):
+def test_options_reach_the_kernel():
     q, k, v, _ = random_inputs(queries=7)
     flash = attention(q, k, v, causal=True, kernel="sdpa", **ATTENTION.facts("sdpa").variants["flash"])
     torch.testing.assert_close(flash, reference(q, k, v, causal=True), rtol=1e-5, atol=1e-6)  # float32

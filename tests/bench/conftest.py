@@ -31,12 +31,11 @@ def _frozen_modules() -> Iterator[None]:
 
 
 @pytest.fixture
-def _planted_kernels() -> Iterator[None]:
+def _planted_kernels() -> None:
     """Register the planted functions as attention kernels."""
     import planted_kernels
 
-    with planted_kernels.registered():
-        yield
+    planted_kernels.register()
 
 
 @pytest.fixture

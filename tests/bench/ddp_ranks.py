@@ -8,7 +8,7 @@ from unittest import mock
 import planted_kernels
 import torch
 from planted_strategies import NAMES as PLANTED
-from planted_strategies import registered
+from planted_strategies import register
 
 from lmkit.bench import context as bench_context
 from lmkit.bench import ddp, ddp_variants, training_gate
@@ -79,35 +79,33 @@ def with_muon(ranks: Ranks) -> dict[str, Any]:
 
 def with_planted(ranks: Ranks) -> dict[str, Any]:
     """Rows of both benches for strategies that are wrong, and one that is right."""
-    with registered():
-        names = ("one rank", *PLANTED)
-        short = context_of("ddp", ranks, rounds=1)
-        case = case_of(short.recipe, short.options, "ddp")
-        of_optimizer = context_of("optimizer", ranks, rounds=4, variants=names[1:])
-        return {
-            "ddp": ddp.measure(case, names, short, part="ladder"),
-            "optimizer": optimizer(of_optimizer),
-            "rounded": ddp.measure(
-                case.changed(train={"precision": "bf16-autocast"}), names, short, part="ladder"
-            ),
-        }
+    register()
+    names = ("one rank", *PLANTED)
+    short = context_of("ddp", ranks, rounds=1)
+    case = case_of(short.recipe, short.options, "ddp")
+    of_optimizer = context_of("optimizer", ranks, rounds=4, variants=names[1:])
+    return {
+        "ddp": ddp.measure(case, names, short, part="ladder"),
+        "optimizer": optimizer(of_optimizer),
+        "rounded": ddp.measure(
+            case.changed(train={"precision": "bf16-autocast"}), names, short, part="ladder"
+        ),
+    }
 
 
 def with_late_kernel(ranks: Ranks) -> list[dict[str, Any]]:
     """Rows of both benches for a kernel that is wrong from its 60th call on, each variant by itself."""
     rows: list[dict[str, Any]] = []
-    with planted_kernels.registered():
-        for name in ("one rank", "fsdp", "zero1"):
-            bench = "optimizer" if name == "zero1" else "ddp"
-            context = context_of(bench, ranks, rounds=20, variants=[name])
-            context.recipe = context.recipe.changed(model={"attention": "halves_later"})
-            case = case_of(context.recipe, context.options, bench)
-            planted_kernels.CALLS.clear()
-            rows += (
-                optimizer(context)
-                if bench == "optimizer"
-                else ddp.measure(case, (name,), context, part="ladder")
-            )
+    planted_kernels.register()
+    for name in ("one rank", "fsdp", "zero1"):
+        bench = "optimizer" if name == "zero1" else "ddp"
+        context = context_of(bench, ranks, rounds=20, variants=[name])
+        context.recipe = context.recipe.changed(model={"attention": "halves_later"})
+        case = case_of(context.recipe, context.options, bench)
+        planted_kernels.CALLS.clear()
+        rows += (
+            optimizer(context) if bench == "optimizer" else ddp.measure(case, (name,), context, part="ladder")
+        )
     return rows
 
 

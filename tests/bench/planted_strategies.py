@@ -84,13 +84,7 @@ CHOSEN: dict[str, Callable[[Planted, list[Any]], list[Any]]] = {
 WRONG, FAILED, NAMES = (*CHOSEN,)[:8], (*CHOSEN,)[8:10], tuple(CHOSEN)
 
 
-@contextmanager
-def registered() -> Iterator[None]:
+def register() -> None:
     for name, chosen in CHOSEN.items():
         made = {"chosen": chosen} | ({"factor": lambda self: self.ranks.world_size} if name == "sums" else {})
         STRATEGIES.register(name, steps_alike=False)(type(name, (BASES.get(name, Planted),), made))
-    try:
-        yield
-    finally:
-        for name in NAMES:
-            STRATEGIES.unregister(name)

@@ -137,20 +137,6 @@ def test_the_bytes_of_a_compressed_text_are_those_of_the_text(tmp_path):
     assert tokens_of(Options(tokens=path), seed=0).tobytes() == b"abcd" * 50
 
 
-@pytest.mark.full
-def test_it_trains_on_the_bytes_of_a_text(run_bench, tmp_path):
-    text = tmp_path / "a.txt"
-    text.write_text("abcd" * 500)
-    result = run_bench("lm_matrix", kernels=["sdpa"], tokens=str(text), **SMALL)
-    assert result.rows[0]["final_loss"] < 4.0  # 5.5 at the start: only four bytes come
-    assert result.rows[0]["valid_loss"] < 4.0
-    text.write_text("")
-    with raises(UsageError, "bench.context_length"):
-        run_bench("lm_matrix", kernels=["sdpa"], tokens=str(text), **SMALL)
-    with raises(UsageError, "bench.no_text", "bench.lm_matrix.tokens"):
-        measure(output=tmp_path, kernels=["sdpa"], tokens=str(tmp_path / "none.txt"), **SMALL)
-
-
 def cell(strategy, ms, *, kernel="sdpa", ranks=2, last=3.0):
     samples = [ms + 0.01 * i for i in range(8)]
     row = {"kernel": kernel, "strategy": strategy, "ranks": ranks, "status": "ok", "peak_gb": 1.0}
@@ -187,6 +173,7 @@ def test_scaling_is_against_one_rank_and_overhead_against_no_communication():
     ("key", "value", "code", "nproc"),
     [
         ("vocab_size", 100, "bench.small_vocabulary", 1),
+        ("tokens", "none.txt", "bench.no_text", 1),
         ("context_length", 1_000_000, "bench.context_length", 1),
         pytest.param("batch_size", 3, "bench.batch_size", 2, marks=pytest.mark.full),
     ],

@@ -8,7 +8,6 @@ import pytest
 from raising import raises
 
 from lmkit.bench.report import find_results, kind_of, read_rows, write_reports
-from lmkit.cli.app import run_command_line
 from lmkit.errors import LmkitError, UsageError
 from lmkit.profile.summary import SUMMARIES
 
@@ -98,14 +97,14 @@ def test_by_default_the_rows_that_benches_and_profiles_write(tmp_path, monkeypat
     assert len(written.without_results) == 3
 
 
-def test_the_committed_rows_have_all_four_write_ups(tmp_path, capsys):
+def test_the_committed_rows_have_all_four_write_ups(tmp_path, terminal):
     """Also rows of older versions, whose variants were called contenders."""
-    assert run_command_line(["report", str(ROOT / "artifacts/h200"), "--output", str(tmp_path)]) == 0
+    terminal("report", ROOT / "artifacts/h200", "--output", tmp_path)
     assert len(list(tmp_path.glob("*.md"))) == 4
     printed = " ".join(path.read_text() for path in tmp_path.glob("*.md"))
     assert "nan" not in printed.split()
     results = ROOT / "artifacts/h200/ddp_162M"
-    assert run_command_line(["compare", str(results), str(results)]) == 0
+    terminal("compare", results, results)
 
 
 @pytest.mark.parametrize("kind", sorted({str(kind_of(rows[0])) for rows in FILES.values()} - {"None"}))

@@ -21,11 +21,6 @@ EAGER = {**QUICK, "variants": ("lmkit", "plain_eager"), "profiled_steps": 0}
 TINY = config_of("tiny", "lmkit", "sdpa")
 
 
-@pytest.fixture
-def _uncompiled(monkeypatch):
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **options: None)
-
-
 @pytest.mark.parametrize(("factor", "right"), [(0.0, 0), (math.nan, 0), (math.nan, 11)])
 def test_a_rival_that_does_not_learn_or_ends_not_finite_is_wrong(run_bench, monkeypatch, factor, right):
     real, steps = RivalStep.run, []
@@ -40,8 +35,8 @@ def test_a_rival_that_does_not_learn_or_ends_not_finite_is_wrong(run_bench, monk
     assert "median_ms" not in theirs
 
 
-@pytest.mark.usefixtures("_uncompiled")
-def test_everything_is_measured_and_every_file_is_there(run_bench, tmp_path):
+def test_everything_is_measured_and_every_file_is_there(run_bench, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **options: None)
     journal = Journal(tmp_path / "new folder" / "rows.partial")
     result = run_bench("step", journal, **QUICK)
     rows = {row["variant"]: row for row in result.rows}

@@ -1,7 +1,6 @@
 """Attention kernels that are wrong, refuse, or fail; and honest ones of coarse arithmetic."""
 
 import os
-from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -9,7 +8,6 @@ from torch.nn import functional as F
 
 from lmkit.attention.vectorized import vectorized
 from lmkit.bench.attention_gate import cut_to_tf32
-from lmkit.errors import UsageError
 from lmkit.registry import ATTENTION
 
 FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 51 GiB. GPU 0 has less")
@@ -196,11 +194,7 @@ def raising(name, error):
 
 RAISING = (
     raising("out_of_memory", FULL),
-    raising("unsupported", UsageError("attention.head_dim", "head_dim 16 is not supported", hint="use 64")),
     raising("broken", RuntimeError("ptxas died\nlong story")),
-    raising("looks_up_nothing", KeyError("no such key")),
-    raising("leaves", SystemExit(0)),
-    raising("refuses_a_value", ValueError("not this one")),
 )
 # Right as long as they are checked before they are timed.
 LATER = (halves_later, nan_later, backward_halves_later)
@@ -213,14 +207,8 @@ ALL = (
 )
 
 
-@contextmanager
-def registered():
+def register():
+    CALLS.clear()
     for function in ALL:
         ATTENTION.register(function.__name__, windows=function is first_forgotten)(function)
     ATTENTION.register("window", sees_all=False)(window)
-    try:
-        yield
-    finally:
-        CALLS.clear()
-        for function in (*ALL, window):
-            ATTENTION.unregister(function.__name__)
