@@ -58,20 +58,16 @@ def refused(name: str = "") -> Iterator[None]:
         yield
 
 
+@pytest.mark.parametrize("recomputed", [False, True], ids=["", "under activation checkpointing"])
 @pytest.mark.parametrize("of", [0, 1])
 @pytest.mark.parametrize("name", SCALARS)
-def test_a_gradient_penalty_is_refused(name, inputs, of):
+def test_a_gradient_penalty_is_refused(name, inputs, of, recomputed):
+    scalar: Any = partial(checkpoint, SCALARS[name], use_reentrant=False) if recomputed else SCALARS[name]
     with refused(name):
-        penalised(SCALARS[name], inputs, of).backward()
+        penalised(scalar, inputs, of).backward()
     for wanted in inputs:  # autograd runs only what lies between the penalty and these tensors
         with refused(name):
-            torch.autograd.grad(penalised(SCALARS[name], inputs, of), wanted)
-
-
-def test_it_is_refused_under_activation_checkpointing(scalar, inputs):
-    recomputed: Any = partial(checkpoint, scalar, use_reentrant=False)
-    with refused():
-        penalised(recomputed, inputs, 0).backward()
+            torch.autograd.grad(penalised(scalar, inputs, of), wanted)
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")

@@ -114,8 +114,9 @@ def test_a_file_shorter_than_the_context_is_refused_by_name(tmp_path):
         check_length(short, CONTEXT)
     with pytest.raises(ValueError, match="7 tokens"):
         next(evaluation_windows(short, CONTEXT, 2))
-    with pytest.raises(ValueError, match="7 tokens"):
-        token_batches(short)
+    for source in (token_batches, shuffled_batches):
+        with pytest.raises(ValueError, match="7 tokens"):
+            source(short)
     assert token_batches(np.arange(CONTEXT + 1, dtype=np.uint16)).batch(0)[1].max() == CONTEXT
 
 

@@ -10,13 +10,10 @@ def parameters(*sizes: int, dtype: torch.dtype = torch.float32) -> list[nn.Param
     return [nn.Parameter(torch.zeros(size, dtype=dtype)) for size in sizes]
 
 
-def sizes_of(buckets: list[list[nn.Parameter]]) -> list[list[int]]:
-    return [[parameter.numel() for parameter in bucket] for bucket in buckets]
-
-
 def test_the_parameter_that_reaches_the_capacity_closes_its_bucket():
     given = parameters(10, 20, 30, 5, 100, 7)
-    assert sizes_of(fill_buckets(given, 4 * 30)) == [[10, 20], [30], [5, 100], [7]]
+    found = [[parameter.numel() for parameter in bucket] for bucket in fill_buckets(given, 4 * 30)]
+    assert found == [[10, 20], [30], [5, 100], [7]]
 
 
 def test_dtypes_never_share_a_bucket():

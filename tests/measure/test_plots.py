@@ -50,7 +50,3 @@ def test_a_picture_comes_out(name):
     assert pixels.shape[0] > 80
     assert pixels.shape[1] > 400
     assert np.unique(pixels[..., :3].reshape(-1, 3), axis=0).shape[0] > 10
-
-
-def test_the_same_rows_make_the_same_bytes():
-    assert PLOTS["bars"]() == PLOTS["bars"]()

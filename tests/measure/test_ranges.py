@@ -27,18 +27,6 @@ def test_off_by_default_and_transparent(ranges_are_on):
         raise KeyError
 
 
-def test_kineto_sees_the_ranges_only_when_on():
-    def names() -> list[str]:
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
-            double(torch.ones(2))
-        return [event.key for event in profiler.key_averages()]
-
-    assert "double" not in names()
-    ranges.enable_ranges("kineto")
-    assert "double" in names()
-
-
 def test_torch_compile_sees_no_graph_break_on_or_off():
     for switch in (
         ranges.disable_ranges,

@@ -51,6 +51,7 @@ SHAPES: list[dict[str, Any]] = [
 @pytest.mark.parametrize(
     ("fields", "precision"),
     [
+        ({}, "bf16-autocast"),
         *((fields, name) for fields in LEVELS for name in ("fp32", "bf16")),
         *((each, "fp32") for each in SHAPES),
     ],
@@ -61,20 +62,10 @@ def test_what_the_backward_pass_needs_is_planned_to_the_byte(fields, precision):
     config, ids = step.model.config, batch(step.model.config)[0]
     planned = memory.step_memory(config, form, held, tokens=ids.numel())
     with LiveMemory() as live:
-        loss = step.model.loss(ids, ids)
-        assert live.live - loss.nbytes == sum(planned.activations.values()) + planned.loss
-        loss.backward()
-
-
-def test_weights_that_autocast_casts_are_counted():
-    step, form, held = build("bf16-autocast")
-    ids = batch(step.model.config)[0]
-    planned = memory.step_memory(step.model.config, form, held, tokens=ids.numel())
-    assert planned.activations["cast weights"] == 2 * 3 * (4 * 32 * 32 + 3 * 32 * 80)
-    with LiveMemory() as live:
-        with autocast(CPU, "bf16-autocast"):
+        with autocast(CPU, precision):
             loss = step.model.loss(ids, ids)
         assert live.live - loss.nbytes == sum(planned.activations.values()) + planned.loss
+        loss.backward()
 
 
 @pytest.mark.parametrize("fields", LEVELS[:5], ids=str)

@@ -7,12 +7,10 @@ from itertools import chain
 
 import pytest
 import torch
-from raising import raises
 from switches import ALL_SWITCHES
 from torch.nn import functional as F
 
 from lmkit.core import model as core
-from lmkit.errors import UsageError
 from lmkit.model import ModelConfig, TransformerLM, parameter_names
 from lmkit.model.transformer import lie_side_by_side
 
@@ -236,8 +234,3 @@ def test_a_model_without_memory_gets_the_values_of_the_seed_later(make_model):
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
     ids = torch.randint(61, (1, 9))
     assert torch.equal(model(ids), reference(ids))  # RoPE's table too
-
-
-def test_an_unknown_kernel_is_refused():
-    with raises(UsageError, "registry.unknown_name"):
-        TransformerLM(ModelConfig(vocab_size=5).model_copy(update={"attention": "nonesuch"}))

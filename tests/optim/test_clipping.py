@@ -65,12 +65,6 @@ def test_nothing_to_clip_is_harmless():
     assert clip_gradients([], 1.0).item() == 0.0
 
 
-def test_a_gradient_that_is_not_finite_shows_in_the_norm():
-    params = parameters(1.0)
-    params[1].grad[2] = float("inf")
-    assert not clip_gradients(params, 1.0).isfinite()
-
-
 @pytest.mark.parametrize("max_norm", [1e-3, 1e9, float("inf")])
 def test_our_adamw_clips_as_it_reads(max_norm):
     """The same step as after scaling in place; SGD, and who has no optimizer, has its gradients scaled."""

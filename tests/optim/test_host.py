@@ -4,9 +4,7 @@ import copy
 
 import pytest
 import torch
-from raising import raises
 
-from lmkit.errors import UsageError
 from lmkit.measure.environment import CARDS
 from lmkit.optim import AdamW, HostAdamW
 from lmkit.optim.adamw import MASTER
@@ -101,10 +99,3 @@ def test_a_plan_counts_no_state_on_the_gpu():
     ours, theirs = (plan(load_recipe("llama_1b", [name]), CARDS["H200"]) for name in names)
     assert ours.memory.optimizer == 0
     assert theirs.memory.peak - ours.memory.peak == pytest.approx(theirs.memory.optimizer, rel=0.01)
-
-
-@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
-def test_sharded_state_stays_on_the_gpus(strategy):
-    given = ["optimizer.name=adamw_host", f"parallel.strategy={strategy}"]
-    with raises(UsageError, "recipe.conflict", "parallel.strategy"):
-        load_recipe("quickstart", given)

@@ -48,24 +48,20 @@ optimizer.lr = 0.5
 """
 
 
-def test_on_the_command_line_it_decides_the_sizes_and_nothing_else_that_the_file_gives(tmp_path):
-    path = tmp_path / "mine.toml"
-    path.write_text(FILE)
-    recipe = load_recipe(path, ["model.depth=3", "train.batch_size=32"])
+def test_on_the_command_line_it_decides_the_sizes_and_nothing_else_that_the_file_gives(write):
+    recipe = load_recipe(write(FILE), ["model.depth=3", "train.batch_size=32"])
     assert (recipe.model.num_layers, recipe.model.d_model) == (3, 192)
     assert (recipe.train.steps, recipe.train.batch_size, recipe.optimizer.lr) == (7, 32, 0.5)
 
 
-def test_what_the_file_leaves_out_follows_from_the_depth_of_the_command_line(tmp_path):
-    path = tmp_path / "mine.toml"
-    path.write_text("model.vocab_size = 32768\nmodel.context_length = 1024\ntrain.eval_interval = 5\n")
-    recipe = load_recipe(path, ["model.depth=12"])
+def test_what_the_file_leaves_out_follows_from_the_depth_of_the_command_line(write):
+    given = "model.vocab_size = 32768\nmodel.context_length = 1024\ntrain.eval_interval = 5\n"
+    recipe = load_recipe(write(given), ["model.depth=12"])
     assert (recipe.train.steps, recipe.optimizer.lr) == (recipe_of().train.steps, recipe_of().optimizer.lr)
 
 
-def test_tokens_of_the_command_line_decide_the_steps_though_the_file_gives_some(tmp_path):
-    path = tmp_path / "mine.toml"
-    path.write_text(FILE)
+def test_tokens_of_the_command_line_decide_the_steps_though_the_file_gives_some(write):
+    path = write(FILE)
     few, many = (
         load_recipe(path, ["model.depth=3", f"train.tokens_per_parameter={tokens}"]).train.steps
         for tokens in (10, 20)

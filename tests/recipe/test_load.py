@@ -123,6 +123,18 @@ def test_every_mistake_is_reported_at_once(write):
         (['data.sampling="packed"', "model.attention=flash_cuda"], "data.sampling"),
         (["model.d_model=12", "data.source=random"], "model.vocab_size"),
         (["parallel.options.depth=2"], "parallel.options.depth"),
+        (["optimizer.name=muon", "optimizer.options.momentums=0.9"], "optimizer.options.momentums"),
+        (["optimizer.name=muon", "optimizer.options.iterations=2.5"], "optimizer.options.iterations"),
+        (
+            ["optimizer.name=adamw", "optimizer.options.momentum=0.9"],
+            "optimizer.options.momentum",
+        ),  # has none
+        (["optimizer.name=muon", "parallel.strategy=torch_fsdp"], "torch_fsdp"),
+        # Their state is sharded on the GPUs.
+        *(
+            (["optimizer.name=adamw_host", f"parallel.strategy={name}"], "parallel.strategy")
+            for name in ("zero1", "fsdp")
+        ),
         (["parallel.strategy=torch_ddp", "parallel.options.static_graph=1"], "parallel.options.static_graph"),
         (["corpus.size_mb=1", "tokenizer.vocab_size=2048", "model.vocab_size=1000"], "model.vocab_size"),
     ],

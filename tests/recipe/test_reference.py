@@ -19,8 +19,6 @@ def test_every_key_says_what_it_means(name):
 
 
 @pytest.mark.parametrize("name", shipped_recipes())
-def test_what_is_shown_is_the_recipe(name, tmp_path):
-    text = annotated_toml(load_recipe(name))
-    shown = tmp_path / "shown.toml"
-    shown.write_text(text)
+def test_what_is_shown_is_the_recipe(name, write):
+    shown = write(annotated_toml(load_recipe(name)))
     assert load_recipe(shown, benches=True) == load_recipe(name, benches=True)
