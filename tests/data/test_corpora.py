@@ -119,14 +119,6 @@ def test_named_text_files_are_used_where_they_lie(write, tmp_path):
     assert not (tmp_path / "corpus").exists()
 
 
-def test_json_lines_become_documents(write, split):
-    stories = [f"a\nb {number} é" for number in range(10)]
-    lines = "\n".join(json.dumps({"story": story, "other": 1}) for story in stories) + "\n\n"
-    train, valid = split(write("x.jsonl", lines), field="story", valid_fraction=0.1)
-    assert (train + valid).decode() == "".join(story + MARK for story in stories)
-    assert valid.decode() == stories[-1] + MARK
-
-
 def test_documents_of_weight_0_are_left_out(write, split):
     lines = [{"text": "a", "weight": 1.0}, {"text": "b", "weight": 0}, {"text": "c", "train": False}]
     lines += [{"text": "d", "train": True, "weight": None, "tools": [1]}]
@@ -145,6 +137,11 @@ def test_conversations_are_told_apart_from_documents(write, split):
 @pytest.mark.parametrize(
     ("lines", "options", "documents"),
     [
+        (
+            '{"story": "a\\nb é", "other": 1}\n{"story": "c"}\n\n'.encode(),
+            {"field": "story"},
+            ("a\nb é", "c"),
+        ),
         (
             b'{"text": "a--b--"}\n{"text": "c--"}',
             {"separator": "--"},
@@ -210,9 +207,12 @@ def test_invalid_utf8_names_the_byte_or_is_replaced(write, split, tmp_path, cont
     assert (train + valid).decode() == replaced
 
 
-def test_missing_empty_and_short_files_are_wrong_use(write, split, tmp_path):
+def test_folders_and_missing_empty_and_short_files_are_wrong_use(write, split, tmp_path):
     with raises(UsageError, "corpus.missing_file", "corpus.train", "nowhere.txt"):
         split(tmp_path / "nowhere.txt")
+    (tmp_path / "texts").mkdir()
+    with raises(UsageError, "corpus.directory", "corpus.train", "texts", "is a directory"):
+        split(tmp_path / "texts")
     with raises(UsageError, "corpus.empty", "corpus.train", "empty.txt"):
         split(write("empty.txt", ""))
     for name, content in (("empty.txt", ""), ("blank.jsonl", "\n \n")):
@@ -226,8 +226,9 @@ def test_missing_empty_and_short_files_are_wrong_use(write, split, tmp_path):
 def test_stories_are_made_with_others_held_out(tmp_path):
     table = CorpusConfig(source="synth", size_mb=0.1, seed=3, valid_fraction=0.2)
     files = prepare_corpus(table, tmp_path)
-    train, valid = files.train[0].read_text(), files.valid[0].read_text()
+    train, valid = files.train[0].read_text("ascii"), files.valid[0].read_text()
     assert 100_000 <= len(train) < 105_000
+    assert train.endswith(MARK)
     assert 20_000 <= len(valid) < 25_000
     assert not set(train.split(MARK)[:-1]) & set(valid.split(MARK)[:-1])
     write_stories(tmp_path / "same.txt", size_mb=0.1, seed=3)
@@ -302,12 +303,6 @@ def test_a_damaged_gzip_file_is_an_error(write, split, tmp_path, damage):
     assert list((tmp_path / "corpus").iterdir()) == []
 
 
-def test_a_directory_is_an_error_that_says_so(split, tmp_path):
-    (tmp_path / "texts").mkdir()
-    with raises(UsageError, "corpus.directory", "corpus.train", "texts", "is a directory"):
-        split(tmp_path / "texts")
-
-
 @pytest.mark.parametrize("border", range(60))
 def test_text_is_the_same_wherever_a_block_ends(write, split, monkeypatch, border):
     monkeypatch.setattr(corpora, "CHUNK_BYTES", 7 + border)
@@ -318,9 +313,7 @@ def test_text_is_the_same_wherever_a_block_ends(write, split, monkeypatch, borde
     assert (train + valid).decode() == content.decode("utf-8", "replace")
 
 
-def test_a_field_of_files_that_are_read_as_text_is_refused(tmp_path):
-    lines = tmp_path / "lines.txt"
-    lines.write_text('{"body": "a b"}\n' * 9)
-    table = CorpusConfig(source="files", train=(lines,), field="body")
+def test_a_field_of_files_that_are_read_as_text_is_refused(write, split):
+    lines = write("lines.txt", '{"body": "a b"}\n' * 9)
     with raises(UsageError, "corpus.unused_field", "corpus.field", lines):
-        prepare_corpus(table, tmp_path / "corpus")
+        split(lines, field="body")

@@ -111,16 +111,6 @@ def test_documents_need_a_token_that_ends_them(tmp_path):
 
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("workers", [1, 3])
-def test_documents_and_bytes_do_not_depend_on_chunks(tmp_path, story, tokenizer, workers):
-    texts = story.split(END)[:-1]
-    _, documents, num_bytes = encoded(tmp_path, {"a": story, "b": story + "\n"}, tokenizer, workers=workers)
-    sizes = [len(tokenizer.encode(text + END)) for text in texts * 2]
-    assert documents == [sum(sizes[:i]) for i in range(len(sizes))]
-    assert num_bytes == 2 * sum(len(text.replace("saw two", "").encode()) for text in texts)
-
-
-@pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize("ends", [True, False])
 def test_documents_have_the_bytes_of_their_text_and_not_of_its_normal_form(tmp_path, story, workers, ends):
     texts = [unicodedata.normalize("NFD", text) for text in story.split(END)[:-1]]

@@ -13,7 +13,6 @@ from pydantic import ValidationError
 from raising import raises
 
 import lmkit.data.download as module
-from lmkit.cli.app import run_command_line
 from lmkit.data.corpora import prepare_corpus
 from lmkit.data.download import Dataset, RemoteFile, download_dataset
 from lmkit.errors import LmkitError
@@ -286,14 +285,14 @@ def test_what_a_dataset_from_outside_returns_is_checked(tmp_path):
         download_dataset("odd", tmp_path)
 
 
-def test_a_dataset_from_outside_serves_recipes_and_the_command_line(site, tmp_path, capsys):
+def test_a_dataset_from_outside_serves_recipes_and_the_command_line(site, tmp_path, terminal):
     (tmp_path / "fables.py").write_text(PLUGIN.format(url=site.url))
     load_plugin(tmp_path / "fables.py")
     table = CorpusConfig(source="fables", folder=tmp_path / "data")
     files = prepare_corpus(table, tmp_path / "run")
     assert files.valid[0].read_bytes() == VALID
-    assert run_command_line(["data", "download", "fables", "--folder", str(tmp_path / "data")]) == 0
-    assert capsys.readouterr().out.splitlines() == [str(path) for path in (*files.train, *files.valid)]
+    printed = terminal("data", "download", "fables", "--folder", tmp_path / "data")
+    assert printed.splitlines() == [str(path) for path in (*files.train, *files.valid)]
     DATASETS.unregister("fables")
     with pytest.raises(ValidationError, match="tinystories"):
         CorpusConfig(source="fables")

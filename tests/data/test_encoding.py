@@ -71,8 +71,14 @@ def test_tokens_and_description(corpus, tokenizer, tmp_path, story):
 def test_fault_25_exact_at_chunk_borders_for_any_number_of_workers(
     corpus, tokenizer, tmp_path, story, workers
 ):
-    encode_corpus([corpus], tmp_path / "tokens.npy", tokenizer, workers=workers)
-    assert tokens(tmp_path / "tokens.npy") == tokenizer.encode(story)
+    (tmp_path / "more.txt").write_text(story + "\n", "utf-8")
+    meta = encode_corpus([corpus, tmp_path / "more.txt"], tmp_path / "t.npy", tokenizer, workers=workers)
+    file = open_tokens(tmp_path / "t.npy")
+    assert file.tokens.tolist() == tokenizer.encode(story) * 2
+    texts = story.split(END)[:-1] * 2
+    sizes = [len(tokenizer.encode(text + END)) for text in texts]
+    assert file.documents.tolist() == [sum(sizes[:i]) for i in range(len(sizes))]
+    assert meta.num_bytes == sum(len(text.replace("saw two", "").encode()) for text in texts)
 
 
 @pytest.mark.parametrize("workers", [1, 3])

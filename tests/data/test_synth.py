@@ -30,13 +30,6 @@ def test_a_seed_decides_every_byte(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "c", "long"}
 
 
-def test_the_size_is_reached_with_whole_stories(tmp_path):
-    write_stories(tmp_path / "s", size_mb=2.5, seed=1)
-    text = (tmp_path / "s").read_text("ascii")
-    assert 2_500_000 <= len(text) < 2_500_000 + 5_000
-    assert text.endswith(END)
-
-
 @pytest.mark.parametrize("size_mb", [math.nan, math.inf, 0.0, -1.0])
 def test_a_size_is_a_positive_number(tmp_path, size_mb):
     with raises(UsageError, "synth.size"):

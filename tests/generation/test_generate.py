@@ -134,26 +134,18 @@ def test_text_tokens_and_pieces_agree(make_model, tokenizer):
     assert generate(make_model(), tokenizer, []) == []
 
 
-def test_text_ends_at_end_of_text_or_goes_on(scripted, tokenizer):
-    script = [*b"one", END, *b"two"]
-    (stopped,) = generate(scripted(script), tokenizer, "x", greedy(7))
-    assert (stopped.text, stopped.tokens, stopped.ended) == ("one", tuple(b"one"), True)
-    (going_on,) = generate(scripted(script), tokenizer, "x", greedy(7, stop_at_end=False))
-    assert (going_on.text, going_on.ended) == ("one<|endoftext|>two", False)
-
-
-def test_any_of_the_stops_ends_a_text(scripted, tokenizer):
+def test_a_text_ends_at_end_of_text_and_at_any_of_the_stops_or_goes_on(scripted, tokenizer):
     """Those of `generation_config.json`, a list with end-of-text and ordinary tokens; ids beyond the model's are
     never drawn."""
     content = {name: getattr(tokenizer, name) for name in ("vocab", "merges", "special_tokens")}
     several = Tokenizer(**content, marks=Marks(stops=(END, ord("!"), ord("?"), 100_000)))
-    for stop in (END, ord("!"), ord("?")):
+    for each, stop in ((tokenizer, END), *((several, stop) for stop in (END, ord("!"), ord("?")))):
         model = scripted([*b"one", stop, *b"two"])
         for prompts in (["x"], ["x", "x"]):  # a single row has a step of its own
-            for made in generate(model, several, prompts, greedy(7)):
-                assert (made.text, made.ended) == ("one", True)
-        (going_on,) = generate(model, several, "x", greedy(7, stop_at_end=False))
-        assert (len(going_on.tokens), going_on.ended) == (7, False)
+            for made in generate(model, each, prompts, greedy(7)):
+                assert (made.text, made.tokens, made.ended) == ("one", tuple(b"one"), True)
+        (going_on,) = generate(model, each, "x", greedy(7, stop_at_end=False))
+        assert (going_on.text, going_on.ended) == (f"one{tokenizer.decode([stop])}two", False)
 
 
 def test_a_long_prompt_is_cropped_to_its_end_with_a_warning(scripted, tokenizer, caplog):
@@ -187,22 +179,22 @@ def test_fault_91_special_tokens_in_a_prompt_are_plain_text_unless_allowed(scrip
     assert model.read == [[ord("a"), END, ord("b")]]
 
 
-def test_a_prompt_begins_with_the_prefix_of_the_tokenizer_and_ends_without_its_suffix(scripted, tokenizer):
-    model = scripted([ord("z")] * 3)
-    content = {name: getattr(tokenizer, name) for name in ("vocab", "merges", "special_tokens")}
-    around = Tokenizer(**content, prefix=[7, END], suffix=[8])
-    generate(model, around, ["ab"], greedy(1))
-    assert model.read == [[7, END, ord("a"), ord("b")]]
-
-
-def test_an_empty_prompt_starts_where_texts_begin(scripted, tokenizer):
+def test_prompts_have_the_prefix_of_the_tokenizer_and_empty_ones_start_where_texts_begin(scripted, tokenizer):
+    """No prompt ends with the tokenizer's suffix."""
     content = {"vocab": tokenizer.vocab, "merges": tokenizer.merges}
     content["special_tokens"] = ["<|endoftext|>", "<s>"]
     begun = Tokenizer(**content, marks=Marks(begin="<s>"))
-    prefixed = Tokenizer(**content, prefix=[7, END])
-    for each, first in ((begun, [260]), (prefixed, [7, END]), (tokenizer, [END])):
+    around = Tokenizer(**content, prefix=[7, END], suffix=[8])
+    for each, prompt, first in (
+        *(
+            (begun, "", [260]),
+            (around, "", [7, END]),
+            (around, "ab", [7, END, *b"ab"]),
+            (tokenizer, "", [END]),
+        ),
+    ):
         model = scripted(list(b"hi"), vocab_size=261)
-        assert generate(model, each, [""], greedy(2))[0].text == "hi"
+        assert generate(model, each, [prompt], greedy(2))[0].text == "hi"
         assert model.read[0] == first
     without = Tokenizer(vocab={i: bytes([i]) for i in range(256)}, merges=[], special_tokens=())
     with raises(UsageError, "generate.empty_prompt"):

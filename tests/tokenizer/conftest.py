@@ -1,11 +1,11 @@
-"""Oracles for the tokenizer, texts, and a small trained tokenizer."""
+"""Texts for the tokenizer, and a small trained tokenizer."""
 
+import json
 from pathlib import Path
 
 import pytest
-import regex
 
-from lmkit.tokenizer import PATTERN, engine, train_tokenizer
+from lmkit.tokenizer import Tokenizer, engine, train_tokenizer
 
 # Everything that the branches of the pattern depend on: spaces of one to three bytes, all parts of contractions,
 # classes in characters of one to four bytes, combining marks, words around the sizes at which the C code changes its
@@ -21,37 +21,9 @@ PIECES = [
 ]  # fmt: skip
 
 
-def textbook_encode(text, vocab, merges, special_tokens):
-    """The specification of encoding: in every word apply each merge in turn."""
-    ids = {token: token_id for token_id, token in sorted(vocab.items(), reverse=True)}
-    longest_first = sorted(special_tokens, key=len, reverse=True)
-    special = "(" + "|".join(map(regex.escape, longest_first)) + ")"
-    parts = regex.split(special, text) if special_tokens else [text]
-    result = []
-    for part in parts:
-        if part in special_tokens:
-            result.append(ids[part.encode()])
-            continue
-        for word in regex.findall(PATTERN, part):
-            tokens = [bytes([byte]) for byte in word.encode()]
-            for left, right in merges:
-                i = 0
-                while i < len(tokens) - 1:
-                    if (tokens[i], tokens[i + 1]) == (left, right):
-                        tokens[i : i + 2] = [left + right]
-                    i += 1
-            result += [ids[token] for token in tokens]
-    return result
-
-
 @pytest.fixture(scope="session")
 def pieces():
     return PIECES
-
-
-@pytest.fixture(scope="session")
-def oracle_encode():
-    return textbook_encode
 
 
 @pytest.fixture(scope="session")
@@ -88,3 +60,17 @@ def code(request, monkeypatch):
     elif engine.library() is None:
         pytest.skip("no C compiler on this machine")
     return request.param
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Writes a tokenizer of bytes and special tokens (from 256 on), and files beside it, `{name without ending:
+    content}`; returns its path."""
+
+    def write(name="tokenizer.json", special=("<s>", "<|im_end|>", "<end>"), **beside):
+        Tokenizer.from_merges([], special).save(tmp_path / name)
+        for stem, content in beside.items():
+            (tmp_path / f"{stem}.json").write_text(json.dumps(content))
+        return tmp_path / name
+
+    return write

@@ -8,7 +8,7 @@ from raising import raises
 
 from lmkit.errors import LmkitError, UsageError
 from lmkit.tokenizer import Tokenizer
-from lmkit.tokenizer.files import to_bytes, to_characters
+from lmkit.tokenizer.files import to_characters
 
 
 def load(folder):
@@ -76,11 +76,3 @@ def test_gpt2_files_without_all_bytes(tmp_path):
     assert ours.encode("axb<|endoftext|>") == [2, 3]
     ours.save_gpt2(tmp_path / "again")
     assert json.loads((tmp_path / "again" / "vocab.json").read_text("utf-8")) == vocab
-
-
-def test_the_alphabet_is_a_bijection():
-    every = bytes(range(256))
-    assert to_bytes(to_characters(every)) == every
-    assert to_characters(b" the\n") == "ĠtheĊ"
-    for character in (" ", "\u0000", "日", "\u00ad"):
-        assert to_bytes(character) is None

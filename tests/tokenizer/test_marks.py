@@ -1,6 +1,5 @@
 """The special tokens that begin and end a text, in the files beside a tokenizer."""
 
-import json
 import pickle
 
 import pytest
@@ -13,19 +12,6 @@ from lmkit.tokenizer.marks import NO_MARKS, Marks
 
 SPECIAL = ("<s>", "<|im_end|>", "<end>")  # ids 256, 257, 258: none of them has a conventional name
 BEGIN, TURN, END = 256, 257, 258
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """Writes a tokenizer, and files beside it, `{name without ending: content}`; returns its path."""
-
-    def write(name="tokenizer.json", special=SPECIAL, **beside):
-        Tokenizer.from_merges([], special).save(tmp_path / name)
-        for stem, content in beside.items():
-            (tmp_path / f"{stem}.json").write_text(json.dumps(content))
-        return tmp_path / name
-
-    return write
 
 
 def as_object(text):

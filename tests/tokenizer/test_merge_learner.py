@@ -34,15 +34,9 @@ corpora = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
-@given(corpora, st.integers(0, 300))
-def test_fuzzed_text(text, num_merges):
-    assert same_merges(text, num_merges)
-
-
-@settings(max_examples=300, deadline=None)
-@given(corpora, st.integers(0, 100), st.integers(1, 12))
-def test_the_longest_token_is_limited_and_nothing_else(text, num_merges, limit):
+@settings(max_examples=600, deadline=None)
+@given(corpora, st.integers(0, 300), st.integers(1, 12) | st.just(256))
+def test_fuzzed_text_the_longest_token_is_limited_and_nothing_else(text, num_merges, limit):
     words = Counter(word.encode() for word in split_words(text))
     counts = WordCounts.from_mapping(words)
     merges = learn_merges_fast(counts, num_merges, max_token_bytes=limit)

@@ -74,6 +74,7 @@ def foreign(tmp_path):
     return write
 
 
+MARKS = ("<s>", "</s>")
 A = {"Sequence": {"id": "A", "type_id": 0}}
 BEGIN, END = ({"SpecialToken": {"id": text, "type_id": 0}} for text in ("<s>", "</s>"))
 AROUND = {"cls": ["<s>", 260], "sep": ["</s>", 261]}
@@ -168,18 +169,6 @@ def test_fault_103_a_field_that_would_change_the_ids_is_named(foreign, terminal,
     assert path.name in refusal.error
 
 
-@pytest.fixture
-def configured(tmp_path):
-    """Writes a tokenizer.json of bytes with <s> and </s>, and a tokenizer_config.json beside it; returns its path."""
-
-    def write(config):
-        Tokenizer.from_merges([], ["<s>", "</s>"]).save(tmp_path / "tokenizer.json")  # ids 256 and 257
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-        return tmp_path / "tokenizer.json"
-
-    return write
-
-
 @pytest.mark.parametrize(
     ("tokens", "ids"),
     [
@@ -189,9 +178,12 @@ def configured(tmp_path):
         ([("h", 104)], [*b"hi <a> ", 257, *b" <b> ", 257]),
     ],
 )
-def test_tokens_that_the_config_adds_are_found_as_in_transformers(configured, tokens, ids, tmp_path):
+def test_tokens_that_the_config_adds_are_found_as_in_transformers(folder, tokens, ids, tmp_path):
     found = {str(token[1]): families.added(*token) for token in tokens}
-    path = configured({"tokenizer_class": "PreTrainedTokenizerFast", "added_tokens_decoder": found})
+    path = folder(
+        special=MARKS,
+        tokenizer_config={"tokenizer_class": "PreTrainedTokenizerFast", "added_tokens_decoder": found},
+    )
     ours, text = Tokenizer.load(path), "hi <a> </s> <b> </s>"
     assert ours.encode(text) == ids
     ours.save(tmp_path / "again.json")
@@ -200,12 +192,19 @@ def test_tokens_that_the_config_adds_are_found_as_in_transformers(configured, to
     assert transformers.AutoTokenizer.from_pretrained(path.parent)(text)["input_ids"] == ids
 
 
-def test_tokens_that_only_other_keys_of_the_config_name_are_told(configured, caplog):
+def test_tokens_that_only_other_keys_of_the_config_name_are_told(folder, caplog):
     Tokenizer.load(
-        configured({"pad_token": "</s>", "additional_special_tokens": ["<s>", {"content": "</s>"}]})
+        folder(
+            special=MARKS,
+            tokenizer_config={"pad_token": "</s>", "additional_special_tokens": ["<s>", {"content": "</s>"}]},
+        )
     )
     assert not caplog.text
-    Tokenizer.load(configured({"mask_token": "<m>", "extra_special_tokens": {"image": "<i>"}}))
+    Tokenizer.load(
+        folder(
+            special=MARKS, tokenizer_config={"mask_token": "<m>", "extra_special_tokens": {"image": "<i>"}}
+        )
+    )
     assert "<i>" in caplog.text
     assert "<m>" in caplog.text
 
@@ -220,15 +219,15 @@ def test_tokens_that_only_other_keys_of_the_config_name_are_told(configured, cap
         ({"add_prefix_space": True, "tokenizer_class": "GPT2Tokenizer"}, "add_prefix_space"),
     ],
 )
-def test_what_the_config_would_change_otherwise_is_refused_by_name(configured, config, field):
+def test_what_the_config_would_change_otherwise_is_refused_by_name(folder, config, field):
     with raises(UsageError, "tokenizer.unsupported", "tokenizer_config.json", field):
-        Tokenizer.load(configured(config))
+        Tokenizer.load(folder(special=MARKS, tokenizer_config=config))
 
 
 @pytest.mark.parametrize("decoder", [[1], {"x": {"content": "<a>"}}, {"258": {}}, {"258": "<a>"}])
-def test_a_damaged_config_is_named(configured, decoder):
+def test_a_damaged_config_is_named(folder, decoder):
     with raises(LmkitError, "tokenizer.damaged_marks", "tokenizer_config.json", "added_tokens_decoder"):
-        Tokenizer.load(configured({"added_tokens_decoder": decoder}))
+        Tokenizer.load(folder(special=MARKS, tokenizer_config={"added_tokens_decoder": decoder}))
 
 
 def test_fault_103_a_post_processor_with_an_unknown_id_is_damage(foreign):

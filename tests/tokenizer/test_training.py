@@ -121,8 +121,3 @@ def test_impossible_special_tokens_are_refused_at_once(write, special, monkeypat
 def test_a_special_token_that_is_written_like_a_learned_one(write):
     with raises(UsageError, "tokenizer.special_tokens", "Ġthe"):
         train_tokenizer([write("the the the the")], vocab_size=260, special_tokens=("Ġthe",))
-
-
-def test_nothing_is_merged_across_special_tokens(write):
-    tokenizer = train_tokenizer([write("aX<|endoftext|>Xb" * 50)], vocab_size=300)
-    assert tokenizer.merges == [(b"a", b"X"), (b"X", b"b"), (b"Xb", b"aX")]  # no (X, X)
