@@ -2,36 +2,12 @@
 
 import os
 import shutil
-import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-
-@pytest.fixture(autouse=True)
-def waiting_fails() -> Iterator[None]:
-    """A command that waits for the writer of a pipe fails its test."""
-
-    def fail(*_: object) -> None:
-        pytest.fail("it waits")
-
-    before = signal.signal(signal.SIGALRM, fail)
-    signal.alarm(60)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
-
-
-def put_pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-def test_a_pipe_is_no_corpus_of_a_run_which_reads_it_again(run, terminal):
-    put_pipe(Path("corpus.txt"))
-    terminal.refuses("run fish.toml", code="run.missing_file", says=["corpus.txt", "not a regular file"])
+pytestmark = pytest.mark.timeout(60)  # a command that waits for the writer of a pipe fails its test
 
 
 def test_texts_come_from_named_pipes(run, terminal):
@@ -87,12 +63,14 @@ def test_fault_159_token_files_are_read_only_if_size_or_times_changed(run, termi
     terminal("train fish.toml --steps 3 --dry-run")
 
 
-def test_a_missing_file_of_a_recipe_is_named_with_what_to_do(run, terminal):
+def test_a_missing_file_of_a_recipe_is_named_with_what_to_do_and_a_pipe_is_no_corpus(run, terminal):
     unmade = "run fish.toml --set run.name=new --set tokenizer.path=runs/quickstart/tokenizer.json"
     terminal.refuses(unmade, code="run.missing_file", says=["tokenizer.path"], hint="lmkit run quickstart")
     os.unlink("corpus.txt")
     refused = terminal.refuses("run fish.toml", code="run.missing_file", says=["corpus.txt"])
     assert "--set 'corpus.train=" in refused.hint
+    os.mkfifo("corpus.txt")  # a run reads it again
+    terminal.refuses("run fish.toml", code="run.missing_file", says=["corpus.txt", "not a regular file"])
 
 
 def test_a_tilde_that_the_shell_left_is_the_home_folder(run, terminal, monkeypatch, tmp_path):

@@ -34,9 +34,17 @@ def test_an_output_that_cannot_be_written_is_refused_before_anything_is_made(com
     assert {path.name for path in Path().iterdir()} == {"file", "artifacts"}
 
 
-def test_a_profile_replaces_no_results_by_accident(terminal):
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("profile_report.md", "profile.nsys-rep", "profile.sqlite", "kineto_trace.json.gz"),
+        "memory_peaks.csv",
+    ],
+)
+def test_a_profile_replaces_no_results_by_accident(name, terminal):
+    Path(name).touch()
+    terminal.refuses("profile nsys --output . -- sh -c true", code="output.exists", says=[name])
     Path("environment.json").write_text('{"lmkit": "0.2.0", "packages": {}}')  # as profiles write it
-    Path("profile_report.md").touch()
     for engine in ("nsys", "kineto", "memory"):
         terminal.refuses(f"profile {engine} no-such-recipe --output .", code="output.exists", hint="--force")
         terminal.refuses(f"profile {engine} no-such-recipe --output . --force", code="recipe.not_found")

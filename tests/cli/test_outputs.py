@@ -66,8 +66,7 @@ def test_lines_of_json_have_stdout_for_themselves(run, lmkit, tmp_path):
     assert [json.loads(line)["number"] for line in texts.stdout.splitlines()] == [0, 1], texts.stderr
 
 
-def test_no_tokenizer_is_replaced_by_what_is_made_with_it(terminal, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_no_tokenizer_is_replaced_by_what_is_made_with_it(terminal):
     Path("text.txt").write_text("one fish")
     Tokenizer.from_merges([(b"f", b"i")], ["<|endoftext|>"]).save(Path("tokenizer.json"))
     terminal("tokenizer export tokenizer.json gpt2")

@@ -12,16 +12,8 @@ from lmkit.recipe.run_folder import is_run
 
 MINE = {
     "recipe.toml": "# mine, with comments\n",
-    "corpus/train.txt": "my book",
-    "tokenizer.json": "{}",
-    "stories.txt": "my stories",
-    "training.json": '{"plan": "my own"}',
-    "stages.json": '{"train": {"cmd": "make train"}, "evaluate": {"cmd": "make test"}}',
-    "environment.json": '{"packages": "my own"}',
     "metrics.jsonl": "mine",
-    "loss.png": "mine",
-    "src/model.py": "import this",
-    "notes.md": "mine",
+    "stages.json": '{"train": {"cmd": "make train"}, "evaluate": {"cmd": "make test"}}',
 }
 
 
@@ -32,40 +24,22 @@ def content(folder: Path) -> dict[str, bytes]:
     return {str(name): path.read_bytes() for name, path in names.items() if not str(name).startswith("old-")}
 
 
-@pytest.fixture
-def project(made: Path, terminal, tmp_path: Path) -> dict[str, bytes]:
-    """A folder `proj` of somebody's; a run of it is called for by `fish.toml`, as in the issue's command."""
-    for name, text in MINE.items():
-        path = tmp_path / "proj" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    shutil.copy(made / "corpus.txt", ".")
-    recipe = MINE["recipe.toml"] + (made / "fish.toml").read_text()
-    for path in (Path("proj/recipe.toml"), Path("fish.toml")):
-        path.write_text(recipe)
-    return content(Path("proj"))
-
-
-@pytest.mark.parametrize("command", ["run", "run --force", "run --force --dry-run"])
-def test_a_folder_with_a_recipe_is_no_run(command, project, terminal):
-    word, *options = command.split()
-    terminal.refuses(
-        f"{word} proj/recipe.toml --set run.folder=. --set run.name=proj {' '.join(options)}",
-        code="run.not_a_run_folder",
-        says=["proj"],
-    )
-    assert content(Path("proj")) == project
-
-
-@pytest.mark.parametrize("name", ["recipe.toml", "metrics.jsonl", "stages.json"])
-def test_training_replaces_no_file_of_somebody_else(name, run, terminal):
-    Path("proj").mkdir()
-    Path("proj", name).write_text(MINE[name])
-    words = "train fish.toml --set run.folder=. --set run.name=proj"
-    for option in (" --dry-run", ""):
-        data = f" --set data.train={run}/tokens/train.npy"
-        terminal.refuses(words + data + option, code="run.not_a_run_folder", says=[name])
+@pytest.mark.parametrize("name", MINE)
+def test_a_folder_with_files_of_somebody_else_is_no_run(name, run, terminal):
+    """Though it may have a recipe."""
+    file, recipe = Path("proj", name), Path("fish.toml")
+    file.parent.mkdir()
+    file.write_text(MINE[name] + (recipe.read_text() if name == "recipe.toml" else ""))
+    before = file.read_bytes()
+    place = "--set run.folder=. --set run.name=proj"
+    for option in ("--dry-run", ""):
+        words = f"train fish.toml {place} --set data.train={run}/tokens/train.npy {option}"
+        terminal.refuses(words, code="run.not_a_run_folder", says=[name])
+    for option in ("", "--force", "--force --dry-run"):
+        words = f"run {file if name == 'recipe.toml' else recipe} {place} {option}"
+        terminal.refuses(words, code="run.not_a_run_folder", says=["proj"])
     assert [path.name for path in Path("proj").iterdir()] == [name]
+    assert file.read_bytes() == before
 
 
 def test_runs_are_known_by_their_content(run, terminal, tmp_path):

@@ -4,14 +4,12 @@ import json
 
 import pytest
 
-from lmkit.cli.app import run_command_line
 from lmkit.training import plan as planning
 from lmkit.training.plan import Measured
 
 
-def test_json_has_bytes(capsys):
-    assert run_command_line(["plan", "llama_1b", "--gpu", "H100", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_json_has_bytes(terminal):
+    found = json.loads(terminal("plan llama_1b --gpu H100 --json"))
     assert found["fits"] is True
     assert found["peak_bytes"] == max(found["moments"].values())
     sizes = found["bytes"]
@@ -28,8 +26,7 @@ def test_what_cannot_be_planned_is_refused(terminal, monkeypatch):
 
 
 @pytest.mark.parametrize("found", [Measured(38_000_000_000, 0.25), Measured(None, None)])
-def test_what_was_measured_stands_beside_the_plan(capsys, monkeypatch, found):
+def test_what_was_measured_stands_beside_the_plan(terminal, monkeypatch, found):
     monkeypatch.setattr(planning, "check", lambda recipe, *, ranks: found)
-    assert run_command_line(["plan", "llama_1b", "--check", "--json"]) == 0
-    fields = json.loads(capsys.readouterr().out)["measured"]
+    fields = json.loads(terminal("plan llama_1b --check --json"))["measured"]
     assert fields == {"peak_bytes": found.peak_bytes, "seconds": found.seconds}

@@ -2,37 +2,17 @@
 
 import json
 import re
-import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from programs import run_program
+from sessions import TORCHRUN
 from tiny import RANDOM_TOKENS, tiny_recipe
 
 from lmkit.cli import ranks
 from lmkit.cli.ranks import speak_for_ranks
 from lmkit.errors import LmkitError
-
-Lmkit = Callable[..., "subprocess.CompletedProcess[str]"]
-
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-
-
-@pytest.fixture
-def torchrun(tmp_path: Path) -> Lmkit:
-    """Two ranks of a shell command, which can look at $RANK."""
-
-    def run(command: str) -> subprocess.CompletedProcess[str]:
-        script = f"lmkit() {{ exec {sys.executable} -m lmkit $@; }}; {command}"
-        return run_program(*TORCHRUN, "--no-python", "sh", "-c", script, cwd=tmp_path)
-
-    return run
-
-
-def errors(result: subprocess.CompletedProcess[str]) -> list[str]:
-    return [line for line in result.stderr.splitlines() if line.startswith("error")]
 
 
 def test_missing_tokens_are_refused_before_ranks_start_with_file_key_and_command(terminal):
@@ -44,9 +24,10 @@ def test_missing_tokens_are_refused_before_ranks_start_with_file_key_and_command
 
 
 @pytest.mark.full
-def test_under_torchrun_an_error_of_all_ranks_is_said_once_and_its_summary_has_no_traceback_of_ours(torchrun):
-    result = torchrun("lmkit train quickstart --set run.name=two")
-    (error,) = errors(result)
+def test_under_torchrun_an_error_of_all_ranks_is_said_once_and_its_summary_has_no_traceback_of_ours(tmp_path):
+    command = ["-m", "lmkit", "train", "quickstart", "--set", "run.name=two"]
+    result = run_program(sys.executable, *TORCHRUN, *command, cwd=tmp_path)
+    (error,) = [line for line in result.stderr.splitlines() if line.startswith("error")]
     message = error.partition("]: ")[2]
     # Rank 0's, unless it is late.
     assert re.match(r"rank [01]: artifacts/runs/two/tokens/train\.npy: ", message)

@@ -59,24 +59,17 @@ def test_text_becomes_a_story_and_a_second_run_recomputes_nothing(terminal, reci
 
 
 @pytest.mark.full
-def test_the_literal_torchrun_lmkit_makes_the_data_once_and_trains_on_all_ranks(
-    recipe, tmp_path, monkeypatch
+@pytest.mark.parametrize("way", [(*TORCHRUN, "lmkit", "run"), ("-m", "lmkit", "run", "--nproc", "2")])
+def test_the_literal_torchrun_lmkit_and_nproc_make_the_data_once_and_train_on_all_ranks(
+    recipe, tmp_path, monkeypatch, way
 ):
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    command = ("lmkit", "run", recipe, "--set", f"run.folder={tmp_path}", "--json")
-    done = run_program(sys.executable, *TORCHRUN, *command, cwd=ROOT, timeout=PATIENCE_S)
+    options = (recipe, "--set", f"run.folder={tmp_path}", "--json")
+    done = run_program(sys.executable, *way, *options, cwd=ROOT, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["steps"] == 20  # one object: rank 0 alone prints
     assert done.stderr.count("corpus: done") == 1
     (state,) = tmp_path.glob("tiny/checkpoints/*/state.json")
-    assert json.loads(state.read_text())["world_size"] == 2
-
-
-@pytest.mark.full
-def test_ranks_that_run_starts_itself(lmkit, recipe, tmp_path):
-    done = lmkit("run", recipe, "--nproc", "2", "--json")
-    assert done.returncode == 0, done.stderr
-    (state,) = (tmp_path / RUN).glob("checkpoints/*/state.json")
     assert json.loads(state.read_text())["world_size"] == 2
 
 

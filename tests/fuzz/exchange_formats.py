@@ -10,7 +10,17 @@ from random import Random
 
 import tokenizers
 import torch
-from formats import SAMPLE, TEXT, Files, Format, content_of, form, safetensors_header, small_tokenizer
+from formats import (
+    SAMPLE,
+    TEXT,
+    Files,
+    Format,
+    Mutation,
+    content_of,
+    form,
+    safetensors_header,
+    small_tokenizer,
+)
 from mutations import damage
 from run_formats import plain_tensors
 
@@ -66,21 +76,14 @@ def read(folder: Path, good: Files, random: Random) -> None:
         assert stored.view(-1).view(torch.uint8).numpy().tobytes() == raw
 
 
-@form("hugging face config.json")
-def config_file(folder: Path) -> Format:
-    return Format([*folders(folder)], {"config.json": TEXT}, read)
+def of_folders(name: str, *files: str, damages: tuple[Mutation, ...] = TEXT) -> None:
+    """Register the format in which one of these files is damaged."""
+    form(name)(lambda folder: Format([*folders(folder)], dict.fromkeys(files, damages), read))
 
 
-@form("safetensors index")
-def index_file(folder: Path) -> Format:
-    return Format([*folders(folder)], {INDEX: TEXT}, read)
-
-
-@form("safetensors shards")
-def shard_files(folder: Path) -> Format:
-    headers = (safetensors_header, safetensors_header, damage)
-    return Format([*folders(folder)], dict.fromkeys(SHARDS, headers), read)
-
+of_folders("hugging face config.json", "config.json")
+of_folders("safetensors index", INDEX)
+of_folders("safetensors shards", *SHARDS, damages=(safetensors_header, safetensors_header, damage))
 
 TEXTS = (SAMPLE, "I'LL the\r\n\n  the  12345 x\u0301 e\u0301", "thethe\t<|pad|>\u3000\xa0 -- \u0e01\u0e33")
 

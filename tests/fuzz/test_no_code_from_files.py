@@ -20,6 +20,9 @@ def dangers(source):
     no file."""
     found = []
     for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module in ("pickle", "torch", "marshal", "numpy"):
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found += [(node.lineno, name) for name in sorted(names & RUNS_CODE)]
         if not isinstance(node, ast.Call):
             continue
         name = ast.unparse(node.func)
@@ -29,10 +32,6 @@ def dangers(source):
         options = [(keyword.arg, ast.unparse(keyword.value)) for keyword in node.keywords]
         unsafe = [pair for pair in options if pair in (("allow_pickle", "True"), ("weights_only", "False"))]
         found += [(node.lineno, f"{key}={value}") for key, value in unsafe]
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom) and node.module in ("pickle", "torch", "marshal", "numpy"):
-            names = {f"{node.module}.{alias.name}" for alias in node.names}
-            found += [(node.lineno, name) for name in sorted(names & RUNS_CODE)]
     return found
 
 

@@ -35,23 +35,15 @@ def test_without_nsys_auto_takes_kineto(lmkit, recipe, path_without_nsys, tmp_pa
     assert json.loads((tmp_path / "out" / "profile_summary.json").read_text())["engine"] == "kineto"
 
 
-def test_the_exit_code_of_the_profiled_command_is_ours(terminal, path_without_nsys):
+@pytest.mark.parametrize(("line", "code"), [("exit 7", 7), ("kill -9 $$", 137)])
+def test_the_exit_code_of_the_profiled_command_is_ours(terminal, path_without_nsys, line, code):
     """A stand-in for nsys runs the command and records nothing."""
     nsys = path_without_nsys / "nsys"
     nsys.write_text('#!/bin/sh\nwhile [ "$1" != /bin/sh ]; do shift; done\nexec "$@"\n')
     nsys.chmod(0o755)
-    command = ("profile", "nsys", "--output", "out", "--", "/bin/sh", "-c", "exit 7")
-    refusal = terminal.refuses(*command, code="profile.command_failed", exit_code=7)
+    command = ("profile", "nsys", "--output", "out", "--", "/bin/sh", "-c", line)
+    refusal = terminal.refuses(*command, code="profile.command_failed", exit_code=code)
     assert "out" in refusal.hint
-
-
-@pytest.mark.parametrize(
-    "name", ["profile.nsys-rep", "profile.sqlite", "kineto_trace.json.gz", "memory_peaks.csv"]
-)
-def test_a_recording_of_the_user_is_not_overwritten_unasked(terminal, tmp_path, name):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / name).write_text("mine")
-    terminal.refuses("profile nsys --output out -- sh -c true", code="output.exists", says=["out", name])
 
 
 @pytest.mark.parametrize("bench", ["ddp", "optimizer", "all-reduce"])

@@ -130,10 +130,6 @@ def test_other_files_are_refused(tmp_path, name, content):
             read_chrome_trace(path)
 
 
-def record(work, steps=3, warmup=2):
-    return profile_work(work, steps=steps, warmup=warmup, device=torch.device("cpu"), source="a test")
-
-
 def test_recording_on_a_cpu(ranges_are_on):
     weight = torch.randn(64, 64)
     calls = []
@@ -145,7 +141,7 @@ def test_recording_on_a_cpu(ranges_are_on):
                 with range_("forward"):
                     weight @ weight
 
-    trace, content = record(work)
+    trace, content = profile_work(work, steps=3, warmup=2, device=torch.device("cpu"), source="a test")
     assert calls == [False] * 2 + [False] * 3 + [True] * 3  # warm-up, stop watch, profiler
     assert not ranges_are_on()
     summary = summarize(trace)
