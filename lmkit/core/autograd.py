@@ -24,18 +24,13 @@ def is_transformed() -> bool:
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
     """Return the dtype to which autocast casts the factors of a matrix product; None: autocast is off."""
-    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(
-        device_type
-    ):  # "meta"
-        return None
-    return torch.get_autocast_dtype(device_type)
+    is_on = device_type != "meta" and torch.is_autocast_enabled(device_type)  # PyTorch refuses "meta"
+    return torch.get_autocast_dtype(device_type) if is_on else None
 
 
 def without_autocast(device_type: str) -> AbstractContextManager:
-    """Disable autocast; PyTorch's context manager refuses devices that have none, such as "meta"."""
-    if torch.amp.is_autocast_available(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return nullcontext()
+    """Disable autocast; PyTorch's context manager refuses "meta"."""
+    return nullcontext() if device_type == "meta" else torch.autocast(device_type, enabled=False)
 
 
 def differentiable_once(name: str, *, instead: str) -> Callable[[Backward], Backward]:
