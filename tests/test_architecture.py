@@ -180,7 +180,7 @@ BUDGETS = {
     "generation": 884,
     "kernels": 5531,
     "measure": 1438,
-    "model": 1240,
+    "model": 1250,
     "optim": 466,
     "parallel": 2552,
     "profile": 957,

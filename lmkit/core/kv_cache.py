@@ -25,10 +25,19 @@ class KVCache:
         keys, values: (num_layers, rows, kv_heads, context_length, head_dim)
         lengths: (rows) int64, tokens that the cache holds of each text.
         windows: for each layer, how many tokens a token sees, itself among them; None: all earlier ones.
+
+    Raises:
+        ValueError: the attention layers are not numbered in order, as after blocks were swapped.
     """
 
     def __init__(self, model: Any, rows: int) -> None:
         config, weight = model.config, model.lm_head.weight
+        places = [module.layer for module in model.layers.modules() if hasattr(module, "kv_heads")]
+        if places != list(range(config.num_layers)):
+            raise ValueError(
+                f"the layers {places} of {config.num_layers} were moved, shared or removed: their attention needs "
+                "`layer`, its place, and the model a `config` with their number"
+            )
         model.rope.reserve(config.context_length)
         shape = (config.num_layers, rows, config.kv_heads, config.context_length, config.head_dim)
         # Zeros, not empty: keys beyond a row's length get the probability 0, and 0 * nan is nan.

@@ -132,8 +132,7 @@ class Muon(AdamW):
         if not iterations >= 1:
             raise ValueError(f"iterations must be 1 or more, got {iterations}")
         super().__init__(params, lr=lr, **adamw)
-        if "is_matrix" not in set().union(*self.param_groups):
-            raise ValueError('no group of Muon says which parameters are matrices: set the key "is_matrix"')
+        self._check(self.param_groups)
         self.defaults |= {"matrix_lr": matrix_lr, "momentum": momentum, "iterations": iterations}
         self._complete_groups()
 
@@ -144,9 +143,15 @@ class Muon(AdamW):
             self._complete_groups()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copy of the optimizer, or loaded state, which an AdamW may have made."""
+        """Restore a copy of the optimizer, or loaded state; ValueError: an AdamW made it."""
+        self._check(state["param_groups"])
         super().__setstate__(state)
         self._complete_groups()
+
+    @staticmethod
+    def _check(groups: list[dict[str, Any]]) -> None:
+        if "is_matrix" not in set().union(*groups):
+            raise ValueError('no group of Muon says which parameters are matrices: set the key "is_matrix"')
 
     def _complete_groups(self) -> None:
         for group in self.param_groups:

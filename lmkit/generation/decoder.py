@@ -82,7 +82,7 @@ class Decoder:
     Neither does the number of rows from 2 to 16; a single row, and every larger number, sums in another order.
 
     Args:
-        model: must not change while the decoder is used.
+        model: must not change, nor get hooks, while the decoder is used.
         rows: texts at once.
         most: drawn tokens that end a row on the device; later steps do not change an ended row.
         stops: ids that end a row as well.

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 
-def again(function: Callable[..., Any], *inputs: Tensor | None, **options: Any) -> Any:
-    """Return function(*inputs); its backward pass keeps only the inputs and computes the function, which draws no
-    random numbers, again. `options`: of `torch.utils.checkpoint.checkpoint`."""
-    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False, **options)
+def again(function: Callable[..., Any], *inputs: Tensor | None, draws: bool = False, **options: Any) -> Any:
+    """Return function(*inputs); its backward pass keeps only the inputs and computes the function again, with the
+    same random numbers if it `draws` any. `options`: of `torch.utils.checkpoint.checkpoint`."""
+    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=draws, **options)
 
 
 def again_but_products(function: Callable[..., Any], *inputs: Tensor) -> Any:

@@ -118,19 +118,24 @@ class TransformerBlock(core.TransformerBlock):
         """Return the output, (batch, seq, d_model), as the core's block does; with `operations`, apply the layer to
         x + delta and return (x, delta), whose sum is the output. What the backward pass does not `keep` is computed
         again."""
+        forward = partial(
+            TransformerBlock.forward, self
+        )  # `self.forward` may be somebody's, which calls this
         if operations is None:
-            x, delta = self.forward(x, cos_sin, firsts, cache, operations=PLAIN, keep=keep)
+            x, delta = forward(x, cos_sin, firsts, cache, operations=PLAIN, keep=keep)
             return x if delta is None else x + delta
         is_core = type(operations) is Operations and keep == "all"
         if is_core or not (self.is_known and are_plain(self.ln1, self.attn, self.ln2, self.ffn)):
             x = x if delta is None else x + delta
             if keep == "all":
                 return super().forward(x, cos_sin, firsts, cache), None
-            return again(partial(super().forward, cos_sin=cos_sin, firsts=firsts, cache=cache), x), None
+            # A layer that somebody brought, such as an adapter with dropout, may draw random numbers.
+            core_pass = partial(super().forward, cos_sin=cos_sin, firsts=firsts, cache=cache)
+            return again(core_pass, x, draws=True), None
         if delta is not None and keep != "all":
             x, delta = x + delta, None
         if keep == "input":
-            return again(lambda x: self.forward(x, cos_sin, firsts, operations=operations), x)
+            return again(partial(forward, cos_sin=cos_sin, firsts=firsts, operations=operations), x)
         attn, ffn = self.attn, self.ffn
 
         def product(
@@ -193,7 +198,7 @@ class Layers(core.Layers):
         given, operations = operations, self.operations or operations or PLAIN
         delta = None
         for index, block in enumerate(self):
-            is_ours = isinstance(block, TransformerBlock)
+            is_ours = not is_replaced(block)
             joins = is_ours and not is_hooked(block)
             if delta is not None and (self.sums or not joins):
                 x, delta = x + delta, None
@@ -311,7 +316,7 @@ class TransformerLM(core.TransformerLM):
         ids, firsts = self.visible(ids)
         table = self.token_embeddings
         # (batch, seq, d_model); somebody may have replaced the table
-        x = table(ids, operations) if isinstance(table, Embedding) else table(ids)
+        x = table(ids) if is_replaced(table) else table(ids, operations)
         if cache is None:
             keeps = None
             checkpoints = self.config.activation_checkpointing != "none" and torch.is_grad_enabled()
@@ -323,9 +328,9 @@ class TransformerLM(core.TransformerLM):
             cos_sin = self.rope.at(cache.positions(ids.shape[1]))  # (batch, seq, head_dim / 2, 2)
             run = partial(as_written(self.layers), x, cos_sin, firsts, cache)
         x, delta = (run(), None) if is_hooked(self.layers) else run(operations=operations)
-        if isinstance(self.ln_final, LastNorm) and not is_hooked(self.ln_final):
-            return self.ln_final(x, delta, operations)
-        return self.ln_final(x if delta is None else x + delta)
+        if is_replaced(self.ln_final) or is_hooked(self.ln_final):
+            return self.ln_final(x if delta is None else x + delta)
+        return self.ln_final(x, delta, operations)
 
     def _keeps(self, x: Tensor) -> Sequence[Keep]:
         """Return what each block keeps of x (batch, seq, d_model) for the backward pass."""
@@ -337,7 +342,7 @@ class TransformerLM(core.TransformerLM):
         return kept_by_layers(self.config, form, tokens=x.shape[0] * x.shape[1])
 
     def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
-        if not isinstance(self.lm_head, Head):
+        if is_replaced(self.lm_head):
             return super().loss(ids, targets)
         hidden = self.hidden_states(ids)  # (batch, seq, d_model)
         with range_("loss"):
@@ -360,7 +365,8 @@ def compile_model(
     if how == "block":
         model.layers.sums = True
         for block in model.layers:
-            block.compile(backend=backend)
+            if are_plain(block):  # the compiler does not see that another block has other hooks
+                block.compile(backend=backend)
     else:
         model.layers.compile(backend=backend)
     model.lm_head.slice_loss.compile(backend=backend)
@@ -370,6 +376,10 @@ def compile_model(
 #
 # Where the weights lie side by side in memory, the joined matrix is a view; elsewhere it is a copy. A layer that
 # somebody replaced or hooked into is called by itself.
+
+
+OWNERS = ("lmkit.", "torch.distributed.")
+"""Whose hooks and derived classes change no value: strategies."""
 
 
 def are_plain(*modules: nn.Module) -> bool:
@@ -382,14 +392,18 @@ def are_plain(*modules: nn.Module) -> bool:
             or module._forward_hooks
             or module._backward_pre_hooks
             or module._backward_hooks
-            or "forward" in module.__dict__
-            or not type(module).__module__.startswith("lmkit.")
+            or is_replaced(module)
         ):
             return False
         for part in module._modules.values():
             if part is not None and not are_plain(part):
                 return False
     return True
+
+
+def is_replaced(module: nn.Module) -> bool:
+    """Whether a module is of somebody else's class, or has a `forward` of its own. PyTorch's FSDP derives a class."""
+    return "forward" in module.__dict__ or not type(module).__module__.startswith(OWNERS)
 
 
 def is_hooked(module: nn.Module) -> bool:
@@ -403,16 +417,14 @@ def is_hooked(module: nn.Module) -> bool:
         getattr(hook, "func", hook).__module__ or ""
         for hook in (*hooks, *module._backward_pre_hooks.values())
     )
-    return not all(owner.startswith(("lmkit.", "torch.distributed.")) for owner in owners)
+    return not all(owner.startswith(OWNERS) for owner in owners)
 
 
 def is_original(model: Any) -> bool:
     """Whether the weights of a `TransformerLM` tell all that it computes: nobody replaced a layer, added a bias, or
     hooked into a call, but for strategies."""
-    around = model.token_embeddings, model.layers, model.ln_final, model.lm_head
-    if not all(type(layer).__module__.startswith("lmkit.") for layer in (*around, *model.layers)):
-        return False
-    if any(map(is_hooked, (model, *around, *model.layers))):
+    around = model.token_embeddings, model.layers, model.ln_final, model.lm_head, *model.layers
+    if any(map(is_replaced, around)) or any(map(is_hooked, (model, *around))):
         return False
     for block in model.layers:
         if not are_plain(*block.children()):

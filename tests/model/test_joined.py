@@ -8,10 +8,18 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from lmkit.core import model as core
+from lmkit.core.kv_cache import KVCache
 from lmkit.core.sampling import Sampling
 from lmkit.generation import Decoder
 from lmkit.model import TransformerLM
-from lmkit.model.transformer import in_order_of_memory, is_original, join, joined_sets, lie_side_by_side
+from lmkit.model.transformer import (
+    compile_model,
+    in_order_of_memory,
+    is_original,
+    join,
+    joined_sets,
+    lie_side_by_side,
+)
 from lmkit.training.precision import hold_weights
 from lmkit.training.setup import build_step
 
@@ -117,12 +125,15 @@ class Halved(nn.Module):
 
 
 @pytest.mark.parametrize("keep", ["none", "block", "attention"])
-@pytest.mark.parametrize("name", ["layers.1", "layers.2", "layers", "ln_final", "wrapped"])
+@pytest.mark.parametrize("name", ["layers.1", "layers.2", "layers", "ln_final", "wrapped", "patched"])
 def test_hooks_around_blocks_see_one_tensor(make_model, keep, name):
     """The output of a block as the core defines it, whatever sums the fast form leaves to the next norm."""
     model, plain = (make_model(activation_checkpointing=keep, num_layers=3) for _ in range(2))
     if name == "wrapped":
         model.layers[1] = Halved(model.layers[1])
+    elif name == "patched":
+        forward = model.layers[1].forward
+        model.layers[1].forward = lambda *inputs, **options: forward(*inputs, **options) / 2
     elif name in ("layers.1", "layers"):
         model.get_submodule(name).register_forward_hook(lambda module, inputs, output: output / 2)
     else:
@@ -141,6 +152,37 @@ def test_hooks_around_blocks_see_one_tensor(make_model, keep, name):
     torch.testing.assert_close(
         model.token_embeddings.weight.grad, plain.token_embeddings.weight.grad, rtol=1e-10, atol=1e-15
     )
+
+
+@pytest.mark.parametrize("keep", ["block", "attention"])
+def test_a_block_computed_again_draws_the_same_random_numbers(make_model, keep):
+    gradients = []
+    for keeps in ("none", keep):
+        model = make_model(activation_checkpointing=keeps)
+        model.layers[1].ffn = nn.Sequential(model.layers[1].ffn, nn.Dropout(0.5))
+        torch.manual_seed(7)
+        model.loss(IDS, IDS).backward()
+        gradients.append(model.token_embeddings.weight.grad)
+    torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-15)
+
+
+def test_a_compiled_block_obeys_its_own_hooks(make_model):
+    model, plain = make_model(), make_model()
+    for each in (model, plain):
+        each.layers[1].ffn.register_forward_hook(lambda module, inputs, output: output / 2)
+    compile_model(model, "block", backend="eager")
+    torch.testing.assert_close(model(IDS), plain(IDS))
+
+
+def test_a_cache_refuses_layers_out_of_order(make_model):
+    model = make_model()
+    model.layers[0], model.layers[1] = model.layers[1], model.layers[0]
+    with pytest.raises(ValueError, match=r"\[1, 0"):
+        KVCache(model, 1)
+    for place, block in enumerate(model.layers):
+        block.attn.layer = place
+    expected = model(IDS)[:, -1:]
+    torch.testing.assert_close(model(IDS, KVCache(model, 2))[:, -1:], expected)
 
 
 def test_hooks_of_all_modules_fire(make_model):

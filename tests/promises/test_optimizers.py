@@ -158,3 +158,7 @@ def test_muon_needs_to_know_its_matrices(ours):
     for parameter in (nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(2, 2, 2))):
         with pytest.raises(ValueError, match="no matrix"):
             ours([{"params": [parameter], "is_matrix": True}])
+    matrix = nn.Parameter(torch.ones(2, 2))
+    muon, adamw = ours([{"params": [matrix], "is_matrix": True}]), torch.optim.AdamW([matrix])
+    with pytest.raises(ValueError, match="is_matrix"):  # all its parameters would take AdamW's steps
+        muon.load_state_dict(adamw.state_dict())

@@ -200,7 +200,7 @@ COLLECTIVES = ("in a gather", "in a reduction")
 LOST = {
     **dict.fromkeys(("in backward", *COLLECTIVES), r"rank 0, step 3\b.*\brank 1\b"),
     "in evaluation": r"rank 0, after step 4\b.*\brank 1\b",
-    "in a save": r"rank 0, (after )?step \d\b.*\brank 1\b|" + LATE,
+    "in a save": r"rank 0, (after |saving )?step \d\b.*\brank 1\b|" + LATE,
     "in a save that is waited for": r"rank 0, (after step 6|saving step 3)\b.*\brank 1\b|" + LATE,
 }
 PLACES = (
