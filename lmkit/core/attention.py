@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmkit.core.autograd import autocast_dtype, differentiable_once, is_transformed, without_autocast
+from lmkit.core.autograd import differentiable_once, is_transformed, without_autocast
 from lmkit.core.ranges import range_
 
 SECOND_DERIVATIVES = "the attention kernels reference and vectorized have second derivatives"
@@ -303,9 +303,13 @@ def prepare_inputs(
         raise ValueError(f"q, k and v must be floating-point tensors, got {q.dtype}")
     if isinstance(scale, Tensor):
         raise TypeError("scale must be a number: it gets no gradient")
-    dtype = autocast_dtype(q.device.type)
-    if dtype is not None and torch.float64 not in (q.dtype, k.dtype, v.dtype):
+    device_type = q.device.type
+    under_autocast = device_type != "meta" and torch.is_autocast_enabled(
+        device_type
+    )  # PyTorch refuses "meta"
+    if under_autocast and torch.float64 not in (q.dtype, k.dtype, v.dtype):
         # RoPE may return float32 queries while the values are bfloat16: cast all three to one dtype.
+        dtype = torch.get_autocast_dtype(device_type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k and v must share one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")

@@ -1,4 +1,4 @@
-"""What autograd functions ask of PyTorch: whether one can run, the dtype under autocast, no second derivatives."""
+"""Refuse second derivatives of autograd functions whose backward pass builds no graph; tell where none can run."""
 
 from __future__ import annotations
 
@@ -20,12 +20,6 @@ def is_transformed() -> bool:
     They cannot look into an autograd function: call PyTorch's operations there, which they transform by themselves.
     """
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-
-
-def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """Return the dtype to which autocast casts the factors of a matrix product; None: autocast is off."""
-    is_on = device_type != "meta" and torch.is_autocast_enabled(device_type)  # PyTorch refuses "meta"
-    return torch.get_autocast_dtype(device_type) if is_on else None
 
 
 def without_autocast(device_type: str) -> AbstractContextManager:

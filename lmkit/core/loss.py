@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lmkit.core.autograd import autocast_dtype, differentiable_once, is_transformed, without_autocast
+from lmkit.core.autograd import differentiable_once, is_transformed
 
 SliceGradient = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Computes (logits, targets) -> (losses, their gradient): a `SliceLoss`, perhaps compiled."""
@@ -120,7 +121,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, slice_loss: SliceGradient, rows: int
     ) -> tuple[Tensor, Tensor]:
         device_type = hidden.device.type
-        dtype = autocast_dtype(device_type) or weight.dtype
+        under_autocast = device_type != "meta" and torch.is_autocast_enabled(device_type)
+        dtype = torch.get_autocast_dtype(device_type) if under_autocast else weight.dtype
         wide = torch.promote_types(dtype, torch.float32)
         h, w = hidden.to(dtype), weight.to(dtype)  # (tokens, d_model), (vocab_size, d_model)
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
@@ -130,7 +132,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         is_target = (targets >= 0).unsqueeze(1)  # (tokens, 1)
         num_targets = is_target.sum().clamp(min=1)
 
-        with without_autocast(device_type):
+        with torch.autocast(device_type, enabled=False) if under_autocast else nullcontext():
             for start in range(0, len(h), rows):
                 part = slice(start, start + rows)
                 logits = h[part] @ w.t()  # (slice, vocab_size)

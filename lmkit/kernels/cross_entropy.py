@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lmkit.core.autograd import autocast_dtype, differentiable_once
+from lmkit.core.autograd import differentiable_once
 from lmkit.core.loss import check_targets
 from lmkit.kernels.launch import Launch, calls_of, count_tiles
 from lmkit.kernels.operators import save_once
@@ -52,7 +52,9 @@ def linear_cross_entropy(
         ValueError: there is not one target for each token.
     """
     check_targets(hidden, targets)
-    weight = weight.to(autocast_dtype(weight.device.type) or weight.dtype)
+    device_type = weight.device.type
+    if torch.is_autocast_enabled(device_type):
+        weight = weight.to(torch.get_autocast_dtype(device_type))
     hidden = hidden.reshape(-1, hidden.shape[-1]).to(weight.dtype)  # (tokens, d_model)
     targets = targets.reshape(-1)
     chunk = chunk or max(1, len(hidden))

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from lmkit.attention.flash_triton import heads_of
-from lmkit.core.autograd import autocast_dtype
 from lmkit.core.loss import SliceGradient
 from lmkit.errors import UsageError
 from lmkit.kernels.cross_entropy import linear_cross_entropy
@@ -42,8 +41,9 @@ class Fused(Operations):
     ) -> tuple[Tensor, Tensor]:
         if torch.compiler.is_compiling():
             return super().add_rms_norm(x, delta, gain, eps)
+        device_type = x.device.type
         # Under autocast a matrix product reads the norm: it is written as the product wants it.
-        dtype = autocast_dtype(x.device.type) or x.dtype
+        dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x.dtype
         if delta is None:
             return x, rms_norm(x, gain, eps=eps, dtype=dtype)
         return add_rms_norm(x, delta, gain, eps=eps, dtype=dtype)

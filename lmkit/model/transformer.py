@@ -18,7 +18,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from lmkit.attention import attention_function, joined_function
 from lmkit.core import model as core
-from lmkit.core.autograd import autocast_dtype, is_transformed
+from lmkit.core.autograd import is_transformed
 from lmkit.core.kv_cache import KVCache
 from lmkit.core.model import ALL_EARLIER, Firsts, Linear, rotate_joint
 from lmkit.core.ranges import range_
@@ -198,13 +198,12 @@ class Layers(core.Layers):
         given, operations = operations, self.operations or operations or PLAIN
         delta = None
         for index, block in enumerate(self):
-            is_ours = not is_replaced(block)
-            joins = is_ours and not is_hooked(block)
-            if delta is not None and (self.sums or not joins):
+            change = changed_by_others(block)
+            if delta is not None and (self.sums or change):
                 x, delta = x + delta, None
-            keep: dict[str, Any] = {"keep": keeps[index]} if keeps is not None and is_ours else {}
+            keep: dict[str, Any] = {} if keeps is None or change == "replaced" else {"keep": keeps[index]}
             run = block if cache is None else as_written(block)
-            if joins:
+            if not change:
                 x, delta = run(x, cos_sin, firsts, cache, delta=delta, operations=operations, **keep)
             else:
                 x = run(x, cos_sin, firsts, cache, **keep)
@@ -316,7 +315,7 @@ class TransformerLM(core.TransformerLM):
         ids, firsts = self.visible(ids)
         table = self.token_embeddings
         # (batch, seq, d_model); somebody may have replaced the table
-        x = table(ids) if is_replaced(table) else table(ids, operations)
+        x = table(ids) if changed_by_others(table) == "replaced" else table(ids, operations)
         if cache is None:
             keeps = None
             checkpoints = self.config.activation_checkpointing != "none" and torch.is_grad_enabled()
@@ -327,8 +326,8 @@ class TransformerLM(core.TransformerLM):
         else:
             cos_sin = self.rope.at(cache.positions(ids.shape[1]))  # (batch, seq, head_dim / 2, 2)
             run = partial(as_written(self.layers), x, cos_sin, firsts, cache)
-        x, delta = (run(), None) if is_hooked(self.layers) else run(operations=operations)
-        if is_replaced(self.ln_final) or is_hooked(self.ln_final):
+        x, delta = (run(), None) if changed_by_others(self.layers) else run(operations=operations)
+        if changed_by_others(self.ln_final):
             return self.ln_final(x if delta is None else x + delta)
         return self.ln_final(x, delta, operations)
 
@@ -336,13 +335,14 @@ class TransformerLM(core.TransformerLM):
         """Return what each block keeps of x (batch, seq, d_model) for the backward pass."""
         device, operations = x.device.type, self.layers.operations or self.operations
         stream, compiled = x.element_size(), self.config.compile != "none"
-        product = (autocast_dtype(device) or x.dtype).itemsize
+        under_autocast = device != "meta" and torch.is_autocast_enabled(device)
+        product = torch.get_autocast_dtype(device).itemsize if under_autocast else stream
         reuses_memory = OPERATIONS.facts(operations.name).reuses_memory
         form = Form(reuses_memory, device, stream=stream, product=product, compiled=compiled)
         return kept_by_layers(self.config, form, tokens=x.shape[0] * x.shape[1])
 
     def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
-        if is_replaced(self.lm_head):
+        if changed_by_others(self.lm_head) == "replaced":
             return super().loss(ids, targets)
         hidden = self.hidden_states(ids)  # (batch, seq, d_model)
         with range_("loss"):
@@ -378,8 +378,8 @@ def compile_model(
 # somebody replaced or hooked into is called by itself.
 
 
-OWNERS = ("lmkit.", "torch.distributed.")
-"""Whose hooks and derived classes change no value: strategies."""
+STRATEGIES = ("lmkit.", "torch.distributed.")
+"""Packages whose hooks change no value, nor does a class that PyTorch's FSDP derives."""
 
 
 def are_plain(*modules: nn.Module) -> bool:
@@ -392,7 +392,7 @@ def are_plain(*modules: nn.Module) -> bool:
             or module._forward_hooks
             or module._backward_pre_hooks
             or module._backward_hooks
-            or is_replaced(module)
+            or changed_by_others(module)
         ):
             return False
         for part in module._modules.values():
@@ -401,30 +401,25 @@ def are_plain(*modules: nn.Module) -> bool:
     return True
 
 
-def is_replaced(module: nn.Module) -> bool:
-    """Whether a module is of somebody else's class, or has a `forward` of its own. PyTorch's FSDP derives a class."""
-    return "forward" in module.__dict__ or not type(module).__module__.startswith(OWNERS)
-
-
-def is_hooked(module: nn.Module) -> bool:
-    """Whether somebody hooked into the calls of this module, not counting its parts. Hooks of strategies, lmkit's and
-    PyTorch's, change no value and do not count."""
+def changed_by_others(module: nn.Module) -> Literal["", "hooked", "replaced"]:
+    """Return whether somebody hooked into the calls of this module, or it is of another class or has a `forward` of
+    its own; its parts do not count. Hooks and classes of `STRATEGIES` do not count either."""
+    if "forward" in module.__dict__ or not type(module).__module__.startswith(STRATEGIES):
+        return "replaced"
     forward, backward = module._forward_hooks, module._backward_hooks
     if not (forward or backward or module._forward_pre_hooks or module._backward_pre_hooks):
-        return False
-    hooks = (*forward.values(), *backward.values(), *module._forward_pre_hooks.values())
-    owners = (
-        getattr(hook, "func", hook).__module__ or ""
-        for hook in (*hooks, *module._backward_pre_hooks.values())
-    )
-    return not all(owner.startswith(OWNERS) for owner in owners)
+        return ""
+    hooks = [*forward.values(), *backward.values(), *module._forward_pre_hooks.values()]
+    hooks += module._backward_pre_hooks.values()
+    owners = (getattr(hook, "func", hook).__module__ or "" for hook in hooks)
+    return "" if all(owner.startswith(STRATEGIES) for owner in owners) else "hooked"
 
 
 def is_original(model: Any) -> bool:
     """Whether the weights of a `TransformerLM` tell all that it computes: nobody replaced a layer, added a bias, or
     hooked into a call, but for strategies."""
     around = model.token_embeddings, model.layers, model.ln_final, model.lm_head, *model.layers
-    if any(map(is_replaced, around)) or any(map(is_hooked, (model, *around))):
+    if any(map(changed_by_others, (model, *around))):
         return False
     for block in model.layers:
         if not are_plain(*block.children()):

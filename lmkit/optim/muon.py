@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from itertools import compress
+from operator import attrgetter, is_not
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -79,15 +81,16 @@ class Muon(AdamW, core.Muon):
         limit = SWEEP_ELEMENTS["cuda"]
         for group in self.param_groups:
             if group.get("is_matrix"):
-                matrices = [param for param in group["params"] if param.grad is not None]
+                has_gradient = map(torch.is_tensor, map(attrgetter("grad"), group["params"]))
+                matrices = list(compress(group["params"], has_gradient))
                 for sweep in sweeps(matrices, map(Tensor.numel, matrices), limit):
                     exacts, directions = self._directions(sweep, group["momentum"])
                     rate, decay = self._rates(group)
                     dtype = _dtype_of_products(directions[0].device, directions[0].dtype)
                     how: dict[str, Any] = {"iterations": group["iterations"], "dtype": dtype}
                     move_matrices(exacts, directions, rate=rate, decay=decay, **how)
-                    if rounded := [param for param in sweep if MASTER in self.state[param]]:
-                        torch._foreach_copy_(rounded, [self.state[param][MASTER] for param in rounded])
+                    if any(map(is_not, sweep, exacts)):  # masters were updated
+                        torch._foreach_copy_(sweep, exacts)
         if self.shards:
             reached = [shard for shard in self.shards if shard.has_gradient()]
             sizes = [sum(rows * columns for _, rows, columns in shard.matrices) for shard in reached]
