@@ -10,7 +10,7 @@ from programs import run_program
 from sessions import PATIENCE_S, TORCHRUN, losses, start, write_tokens
 from tiny import tiny_recipe
 
-from lmkit.training.checkpoint import newest_valid, saved_steps
+from lmkit.training.checkpoint import newest_valid, open_checkpoint, saved_steps
 
 RECIPE = tiny_recipe(
     *('data.train="train.npy"', 'data.valid="valid.npy"', "train.steps=10", "train.batch_size=8"),
@@ -69,11 +69,19 @@ def test_two_ranks_by_nproc_and_by_torchrun_are_the_same_run(lmkit, recipe, tmp_
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("number", "code", "arguments"),
-    [(signal.SIGTERM, 143, ()), (signal.SIGINT, 130, ()), (signal.SIGTERM, 143, ("--nproc", "2"))],
+    ("number", "code", "launcher", "arguments"),
+    [
+        *((signal.SIGTERM, 143, (), ()), (signal.SIGINT, 130, (), ())),
+        (signal.SIGTERM, 143, (), ("--nproc", "2")),
+        (signal.SIGTERM, 1, TORCHRUN, ()),  # torchrun's own code, whatever its ranks return
+    ],
 )
-def test_fault_69_a_signal_saves_once_and_gives_the_exit_code(number, code, arguments, recipe, lmkit):
-    process = start("-m", "lmkit", "train", str(recipe), "--steps", "100000", *arguments, cwd=recipe.parent)
+def test_fault_69_a_signal_saves_once_and_gives_the_exit_code(
+    number, code, launcher, arguments, recipe, lmkit
+):
+    arguments = ("--set", "parallel.strategy=zero1", *arguments)
+    words = ("train", str(recipe), "--steps", "100000", *arguments)
+    process = start(*launcher, "-m", "lmkit", *words, cwd=recipe.parent)
     try:
         process.send_signal(number)
         out, err = process.communicate(timeout=PATIENCE_S)
@@ -81,9 +89,12 @@ def test_fault_69_a_signal_saves_once_and_gives_the_exit_code(number, code, argu
         process.kill()  # it would train for long, beside the other tests
     assert process.returncode == code, err
     assert out == ""
-    assert "Traceback" not in err
+    assert "Traceback" not in err or launcher
     (only,) = saved_steps(recipe.parent / "runs" / "run" / "checkpoints")
-    assert f"step {only.step} is saved" in err
-    resumed = lmkit("train", recipe, "--steps", "100000", "--stop-at-step", str(only.step + 1))
+    assert err.count(f"step {only.step} is saved") == 1
+    state, ranks = open_checkpoint(only.path).state, 2 if launcher or "--nproc" in arguments else 1
+    assert (state.world_size, state.optimizer_shards) == (ranks, ranks)
+    words = ("--steps", "100000", "--stop-at-step", str(only.step + 1), "--nproc", str(ranks))
+    resumed = lmkit("train", recipe, *arguments, *words)
     assert resumed.returncode == 0, resumed.stderr
     assert f"(resumed at step {only.step})" in resumed.stdout

@@ -19,7 +19,7 @@ from lmkit.recipe.tables import ParallelConfig
 from lmkit.registry import STRATEGIES
 
 LATER = re.compile(  # on four ranks, in the full session
-    "by the other gather: (?!joined|traffic|zero1 weights)|fsdp module: tiny, torch.float16|.*compiled"
+    "by the other gather: (?!joined|traffic|zero1 weights)|fsdp module: torch.float16|.*compiled"
     "|late gradients: (?!overlap, our_adamw, True|bucketed, adamw|zero1, adamw, True)|muon of shards.*, False"
     "|fsdp of blocks: (block|selective), |fsdp dtypes: (fp32|bf16, fp32)|peers wait for one another: zero1"
 )

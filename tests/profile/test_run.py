@@ -59,16 +59,29 @@ def test_kineto_profiles_the_trainers_own_step(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "code"),
+    ("changes", "code", "named"),
     [
-        ({"optimizer": OptimizerConfig(name="muon", options={"momentum": 2.0})}, "optimizer.wrong_option"),
-        ({"train": TrainConfig(batch_size=2, precision="fp16")}, "train.wrong_device"),
-        ({"train": TrainConfig(batch_size=2, precision="fp8")}, "train.wrong_device"),
-        ({"model": ModelConfig()}, "recipe.no_vocabulary"),
+        (
+            {"optimizer": OptimizerConfig(name="muon", options={"momentum": 2.0})},
+            "optimizer.wrong_option",
+            "",
+        ),
+        (
+            {"train": TrainConfig(batch_size=2, precision="fp16")},
+            "train.wrong_device",
+            'train.precision: "fp16"',
+        ),
+        (
+            {"train": TrainConfig(batch_size=2, precision="fp8")},
+            "train.wrong_device",
+            'train.precision: "fp8"',
+        ),
+        ({"model": MODEL.changed(attention="flash_triton")}, "attention.unsupported", "flash_triton"),
+        ({"model": ModelConfig()}, "recipe.no_vocabulary", ""),
     ],
 )
-def test_what_does_not_train_is_not_profiled(changes, code):
-    with raises(UsageError, code):
+def test_what_does_not_train_is_not_profiled(changes, code, named):
+    with raises(UsageError, code, named):
         profiling.make_training(profiling.Workload(RECIPE.model_copy(update=changes)))
 
 

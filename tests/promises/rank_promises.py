@@ -487,12 +487,16 @@ def sharded_optimizers_step_as_pytorchs_zero(ranks: Ranks) -> None:
             ShardedOptimizer(mine, kind, **settings),
             ZeroRedundancyOptimizer(theirs, kind, **settings),
         ]
-        for step in range(4):
-            for model, optimizer in zip(models, optimizers, strict=True):
-                optimizer.zero_grad()
+        for step, (model, optimizer) in itertools.product(range(4), zip(models, optimizers, strict=True)):
+
+            def closure(step: int = step, model: Any = model) -> float:
                 model(inputs(ranks, step)[0]).square().sum().backward()
-                optimizer.param_groups[0]["lr"] = settings["lr"] / (step + 1)
-                optimizer.step()
+                return step + 0.5
+
+            optimizer.zero_grad()
+            optimizer.step()  # without gradients
+            optimizer.param_groups[0]["lr"] = settings["lr"] / (step + 1)
+            assert optimizer.step(closure) == step + 0.5
         for values in zip(*(model.parameters() for model in models), strict=True):
             for value in values[1:]:
                 torch.testing.assert_close(value, values[0], rtol=0, atol=1e-12)

@@ -4,18 +4,15 @@ import re
 import textwrap
 from typing import Any
 
-import pytest
 import torch
-from raising import raises
 from run_folders import CONFIG, losses, train_here
 
 import lmkit.training
-from lmkit.errors import LmkitError
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.recipe import Recipe
 from lmkit.recipe.tables import OptimizerConfig, TrainConfig
 from lmkit.training import build_step
-from lmkit.training.setup import TrainingStep, check_device
+from lmkit.training.setup import TrainingStep
 from lmkit.training.step import Step
 
 SMALL = ("model.vocab_size=64",)
@@ -59,15 +56,3 @@ def test_the_tables_reach_the_optimizer_and_the_step():
     assert (decayed["betas"], decayed["weight_decay"], rest["weight_decay"]) == ((0.5, 0.6), 0.25, 0.0)
     assert step.loss_scale is not None
     assert step.max_norm == 0.125
-
-
-def test_what_the_device_cannot_do_is_refused(tiny):
-    recipe = tiny(*SMALL)
-    check_device(recipe, torch.device("cpu"))
-    with raises(LmkitError, "train.wrong_device", "train.precision", "fp16"):
-        check_device(tiny("run.device=auto", *SMALL, "train.precision=fp16"), torch.device("cpu"))
-    with raises(LmkitError, "train.wrong_device", "train.precision", "fp8"):
-        check_device(tiny("run.device=auto", *SMALL, "train.precision=fp8"), torch.device("cpu"))
-    triton = tiny(*SMALL, "model.attention=flash_triton")
-    with pytest.raises(lmkit.errors.UsageError):
-        check_device(triton, torch.device("cpu"))
