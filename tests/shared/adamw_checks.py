@@ -1,6 +1,9 @@
-"""What the one-pass AdamW must do, on any device: run by Triton's interpreter on CPUs, and on GPUs."""
+"""What the one-pass AdamW must do, on any device: run by Triton's interpreter on CPUs, and on GPUs.
+
+PyTorch's operations, which update what the kernel does not, run some of the checks on CPUs: tests/optim."""
 
 import copy
+import os
 from collections.abc import Sequence
 from itertools import pairwise
 from unittest import mock
@@ -94,7 +97,7 @@ def check_equals_torch(device: str) -> None:
     with counted_launches() as launches:
         steps(AdamW(ours, **SETTINGS), range(1000), sizes)
     steps(torch.optim.AdamW(theirs, **SETTINGS), range(1000), sizes)
-    assert launches.call_count == 1000
+    assert launches.call_count == 1000 * (torch.device(device).type in adamw.ONE_PASS_DEVICES)
     assert all((mine - before).abs().max() > 0.1 for mine, before in zip(ours, start, strict=True))
     # Not the same bits: PyTorch's first moment is m + (1 - beta1) (g - m).
     assert_equal(ours, theirs, 1e-6)
@@ -143,7 +146,7 @@ def check_gradients_and_copies_of_another_dtype(device: str) -> None:
         other.step()
     assert_equal(ours, theirs)
     for param, rounded in mine.copies.items():
-        if device == "cpu":  # the interpreter cuts off what it should round
+        if os.environ.get("TRITON_INTERPRET") == "1":  # the interpreter cuts off what it should round
             torch.testing.assert_close(rounded.float(), param.detach(), rtol=2**-7, atol=0)
         else:
             assert torch.equal(rounded, param.bfloat16())
@@ -167,16 +170,17 @@ def check_narrow_parameters(device: str) -> None:
 
 def check_a_factor_is_a_scaled_gradient(device: str) -> None:
     ours, theirs, mine, other = twins(device)
-    for step in range(3):
-        factor = torch.tensor(0.3 + step, device=device)
+    for step, scale in enumerate((0.3, None, 2.3, 1e-3)):
+        factor = torch.tensor(scale or 1.0, device=device)
         give(ours, gradients(step))
         give(theirs, [grad.to(device) * factor for grad in gradients(step)])
-        mine.gradient_factor = factor
+        mine.gradient_factor = scale and factor
         mine.step()
         other.step()
         assert_equal([param.grad.cpu() for param in ours], gradients(step))
-        mine.zero_grad()
+        mine.zero_grad(set_to_none=scale is None)
         assert mine.gradient_factor is None
+        assert all(param.grad is None if scale is None else not param.grad.any() for param in ours)
     assert_equal(ours, theirs)
 
 
@@ -269,7 +273,7 @@ def check_the_device_decides(device: str) -> None:
             other.step()
         with counted_launches() as launches:
             mine.step()
-        assert launches.call_count
+        assert bool(launches.call_count) == (torch.device(device).type in adamw.ONE_PASS_DEVICES)
         changed = [bool((a != b).any()) for a, b in zip(ours, before, strict=True) if a.numel()]
         assert any(changed) == bool(decision)
         mine.zero_grad()
