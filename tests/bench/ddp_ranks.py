@@ -2,8 +2,10 @@
 
 import gc
 import json
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
+from unittest.mock import ANY
 
 import planted_kernels
 import torch
@@ -54,16 +56,19 @@ def context_of(bench: str, ranks: Ranks, **keys: Any) -> Context:
     return Context(recipe, recipe.bench_table(bench), ranks, lambda *_: None, journal)
 
 
-def with_rank_1_full(case: Recipe, ranks: Ranks) -> list[dict[str, Any]]:
-    """Rank 1 alone has no room for a variant (without a collective that the other would be left in)."""
+def with_rank_1_full(
+    case: Recipe, ranks: Ranks, names: Sequence[str], owner: Any, what: str, first: Any = ANY
+) -> list[dict[str, Any]]:
+    """Rank 1 alone has no room in `owner.what(first, ...)` (without a collective that the other would be left in)."""
+    real = getattr(owner, what)
 
-    def full(name: str, case: Recipe, ranks: Ranks) -> Any:
-        if name == "none" and ranks.rank == 1:
+    def full(*arguments: Any) -> Any:
+        if arguments[0] == first and ranks.rank == 1:
             raise torch.OutOfMemoryError("no room")
-        return make_training(name, case, ranks)
+        return real(*arguments)
 
-    with mock.patch.object(ddp_variants, "make_training", full):
-        return ddp.measure(case, ("none", "naive"), context_of("ddp", ranks, rounds=1), part="ladder")
+    with mock.patch.object(owner, what, full):
+        return ddp.measure(case, names, context_of("ddp", ranks, rounds=1), part="ladder")
 
 
 def with_muon(ranks: Ranks) -> dict[str, Any]:
@@ -109,20 +114,6 @@ def with_late_kernel(ranks: Ranks) -> list[dict[str, Any]]:
     return rows
 
 
-def without_room(case: Recipe, ranks: Ranks) -> list[dict[str, Any]]:
-    """On one of the ranks, one process has no room for the training."""
-
-    real = training_gate._RowByRow
-
-    def full(batches: Any) -> Any:
-        if ranks.rank == 1:
-            raise torch.OutOfMemoryError("no room")
-        return real(batches)
-
-    with mock.patch.object(training_gate, "_RowByRow", full):
-        return ddp.measure(case, ("naive",), context_of("ddp", ranks, rounds=1), part="ladder")
-
-
 def measure_all() -> dict[str, Any]:
     torch.set_num_threads(1)
     gc.freeze()  # benches collect garbage between variants: not the modules each time
@@ -141,12 +132,12 @@ def measure_all() -> dict[str, Any]:
         measured = {
             "ladder": ddp.measure(case, NAMES, ladder, part="ladder"),
             "short": ddp.measure(case, ("naive", "flat"), short, part="ladder"),
-            "full": with_rank_1_full(case, ranks),
+            "full": with_rank_1_full(case, ranks, ("none", "naive"), ddp_variants, "make_training", "none"),
             "gradients_left": sum(parameter.grad is not None for parameter in bucketed.model.parameters()),
             "muon": with_muon(ranks),
             "planted": with_planted(ranks),
             "late": with_late_kernel(ranks),
-            "without room": without_room(case, ranks),
+            "without room": with_rank_1_full(case, ranks, ("naive",), training_gate, "_RowByRow"),
             "slowest": largest_of_ranks([1.0 + ranks.rank, 3.0 - ranks.rank], ranks),
             "all_reduce": all_reduce(collectives),
             "optimizer": optimizer(sharding),

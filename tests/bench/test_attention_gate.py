@@ -34,15 +34,6 @@ def test_a_sample_of_the_rows_of_a_long_case_shows_the_same_faults(function, dty
     assert judge(gate, function)
 
 
-def test_a_single_forgotten_tile_in_the_middle_of_a_long_case_is_found():
-    def forgetful(q, k, v, *, causal):
-        keep = torch.ones(q.shape[2], 1, dtype=q.dtype)
-        keep[600:616] = 0.0
-        return vectorized(q, k, v, causal=causal) * keep
-
-    assert judge(long_gate("fp32", backward=False), forgetful)
-
-
 @pytest.mark.parametrize("start", [1000, 1696, 2900])
 def test_a_tile_of_every_head_that_no_sampled_row_meets_is_found_beside_pytorch(monkeypatch, start):
     """In bfloat16, where the budget is largest."""

@@ -1,23 +1,15 @@
 """The readable loop with a KV cache writes what the model without one writes, and what the product writes."""
 
+from functools import partial
+
 import pytest
 import torch
-from plain_text import plain_text
+from plain_text import opinionated_model, plain_text
 
 from lmkit.core import kv_cache
 from lmkit.core.sampling import Sampling
-from lmkit.model.transformer import TransformerLM
-from lmkit.recipe.tables import ModelConfig
 
-SIZES = {"vocab_size": 50, "context_length": 12, "d_model": 32, "d_ff": 48, "num_layers": 2, "num_heads": 4}
-
-
-def make_model(**fields):
-    torch.manual_seed(0)
-    model = TransformerLM(ModelConfig(**{**SIZES, "attention": "vectorized", **fields}), dtype=torch.float64)
-    with torch.no_grad():
-        model.lm_head.weight.mul_(8)
-    return model
+make_model = partial(opinionated_model, vocab_size=50, context_length=12)
 
 
 @pytest.mark.parametrize("fields", [{}, {"num_kv_heads": 2, "attention_window": 4}], ids=str)

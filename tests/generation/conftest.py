@@ -4,13 +4,12 @@ import itertools
 
 import pytest
 import torch
+from plain_text import opinionated_model
 
 from lmkit.generation.prefill import HEADER, Prefill
 from lmkit.model.transformer import TransformerLM
 from lmkit.recipe.tables import ModelConfig
 from lmkit.tokenizer import Tokenizer
-
-SIZES = {"vocab_size": 260, "context_length": 16, "d_model": 32, "d_ff": 48, "num_layers": 2, "num_heads": 4}
 
 
 @pytest.fixture(scope="session")
@@ -23,19 +22,7 @@ def tokenizer():
 
 @pytest.fixture
 def make_model():
-    """make_model(**fields) -> float64, two layers, context of 16, opinionated enough for its guesses to differ."""
-
-    def make(**fields):
-        torch.manual_seed(0)
-        config = ModelConfig(**{**SIZES, "attention": "vectorized", **fields})
-        model = TransformerLM(config, dtype=torch.float64)
-        with torch.no_grad():
-            model.lm_head.weight.mul_(8)
-            for layer in model.layers:
-                layer.attn.output_proj.weight.mul_(3)
-        return model
-
-    return make
+    return opinionated_model
 
 
 @pytest.fixture

@@ -66,16 +66,8 @@ def test_kineto_profiles_the_trainers_own_step(tmp_path):
             "optimizer.wrong_option",
             "",
         ),
-        (
-            {"train": TrainConfig(batch_size=2, precision="fp16")},
-            "train.wrong_device",
-            'train.precision: "fp16"',
-        ),
-        (
-            {"train": TrainConfig(batch_size=2, precision="fp8")},
-            "train.wrong_device",
-            'train.precision: "fp8"',
-        ),
+        ({"train": TrainConfig(batch_size=2, precision="fp16")}, "train.wrong_device", "train.precision"),
+        ({"train": TrainConfig(batch_size=2, precision="fp8")}, "train.wrong_device", "train.precision"),
         ({"model": MODEL.changed(attention="flash_triton")}, "attention.unsupported", "flash_triton"),
         ({"model": ModelConfig()}, "recipe.no_vocabulary", ""),
     ],

@@ -277,17 +277,6 @@ def _raise(rank: int) -> None:
         raise ZeroDivisionError("in the middle of backward")
 
 
-def _killed_before_the_second_pruning(rank: int) -> None:
-    calls = itertools.count(1)
-
-    def prune(original: Any, *given: Any, **how: Any) -> list[Path]:
-        if next(calls) == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return original(*given, **how)
-
-    around(resume, "prune", prune)
-
-
 def _wait_in_cpp_in_step_3(rank: int) -> None:
     """Wait as for a hanging rank or GPU: no Python handler runs until it returns."""
 
@@ -358,7 +347,6 @@ FAULTS: dict[str, Callable[[int], None]] = {
     "SIGTERM to rank 1 in a save": partial(_in_the_save_of_step_3, happen=_signal),
     # However late the kill comes, there are steps left for the next life.
     "at most four steps": lambda rank: in_step(5, lambda step: threading.Event().wait()),
-    "killed before the second pruning": _killed_before_the_second_pruning,
     **{
         f"rank 1 {what} {where}": partial(place, happen=happen)
         for what, happen in (("dies", _die), ("hangs", _hang), ("raises", _raise))

@@ -12,7 +12,7 @@ import pytest
 from processes import PATIENCE_S, ends
 from run_folders import assert_same_tensors, losses, newest, saved
 
-from lmkit.training.checkpoint import newest_valid, open_checkpoint, step_name
+from lmkit.training.checkpoint import newest_valid, open_checkpoint
 
 
 @pytest.mark.full
@@ -42,18 +42,6 @@ def test_fault_46_killed_at_random_20_times_and_still_the_same_run(fleet, tiny, 
     assert losses(recipe) == losses(tiny(*steps, "run.name=whole"))
     assert not list(recipe.run.path.rglob("*.lmkit-partial"))
     assert len(saved(recipe)) == 2
-
-
-@pytest.mark.full
-def test_fault_47_killed_between_the_rename_and_pruning_it_resumes(fleet, tiny, settings):
-    often = ("checkpoint.interval=3", "checkpoint.keep_last=1")
-    fleet.train(settings(*often, "run.name=whole"))
-    fleet.train(settings(*often), fault="killed before the second pruning", exits=[-signal.SIGKILL])
-    assert saved(tiny()) == [3, 6]  # the newer one has its name, the older one is still there
-    fleet.train(settings(*often))
-    assert step_name(6) in fleet.said()
-    assert saved(tiny()) == [10]
-    assert_same_tensors(newest(tiny("run.name=whole")), newest(tiny()))
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="sees in /proc that a signal was taken")
