@@ -26,7 +26,11 @@ class BatchSource(Protocol):
 
 @dataclass(kw_only=True, eq=False)
 class Sampler:
-    """Draw a global batch for every step, and cut out the rows of this rank."""
+    """An endless stream of rows. A step takes the next `batch_size` rows, and a rank its part of them.
+
+    Rank r takes the r-th of `world_size` contiguous parts, cut into `accumulation` contiguous slices. The union over
+    ranks and slices is the same for every split.
+    """
 
     batch_size: int
     context_length: int
@@ -34,8 +38,6 @@ class Sampler:
     rank: int = 0
     world_size: int = 1
     accumulation: int = 1
-    numbers_per_row: int = field(default=1, init=False)
-    """Random numbers from which a row is cut or drawn."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
@@ -53,22 +55,31 @@ class Sampler:
     def batch(self, step: int) -> Batch:
         """Return this rank's (inputs, targets) of `step`, counted from 0; each int64 (accumulation, rows,
         context_length)."""
-        numbers = self.numbers_per_row
-        # numpy promises that the streams of Philox and SeedSequence never change; the methods of `Generator` may.
-        # The remainder of 64 bits modulo n is biased by n / 2**64, which is negligible.
-        stream = np.random.Philox(np.random.SeedSequence([self.seed, step]))
-        rows = self.batch_size // self.world_size
-        raw = stream.random_raw(self.batch_size * numbers).reshape(self.batch_size, numbers)
-        return self._batch_from(raw[self.rank * rows : (self.rank + 1) * rows])
+        count = self.batch_size // self.world_size
+        first = step * self.batch_size + self.rank * count
+        shape = (self.accumulation, count // self.accumulation, self.context_length)
+        inputs, targets = self.rows(np.arange(first, first + count))
+        return inputs.reshape(shape), targets.reshape(shape)
 
-    def _batch_from(self, raw: np.ndarray) -> Batch:
-        """Turn the random uint64 (rows of this rank, numbers per row) into this rank's batch."""
+    def rows(self, numbers: np.ndarray) -> Batch:
+        """Return (inputs, targets) of these rows of the stream, counted from 0; each int64 (rows, context_length)."""
         raise NotImplementedError
+
+    def _random(self, numbers: np.ndarray, width: int = 1) -> np.ndarray:
+        """Return `width` random uint64 for each of these rows: those of row n come from (seed, n // batch_size)."""
+        steps, places = np.divmod(numbers, self.batch_size)
+        raw = np.empty((len(numbers), width), np.uint64)
+        for step in np.unique(steps).tolist():
+            # numpy promises that the streams of Philox and SeedSequence never change; the methods of `Generator` may.
+            stream = np.random.Philox(np.random.SeedSequence([self.seed, step]))
+            here = steps == step
+            raw[here] = stream.random_raw(self.batch_size * width).reshape(-1, width)[places[here]]
+        return raw
 
 
 @dataclass(kw_only=True, eq=False)
 class FileSampler(Sampler):
-    """Cut windows out of a token file. Subclasses draw where they start.
+    """Cut windows out of a token file. Subclasses say where the windows start.
 
     Args:
         tokens: one-dimensional integer array, usually memory-mapped: only sampled windows are read. A list, or a
@@ -91,13 +102,14 @@ class FileSampler(Sampler):
         self.tokens = integers("tokens", self.tokens)
         check_length(self.tokens, self.context_length)
 
-    def _cut(self, starts: Sequence[int]) -> Batch:
-        """Return the windows that begin at these positions, as `batch` does."""
-        ends = self.context_length + 1
+    def rows(self, numbers: np.ndarray) -> Batch:
+        starts, ends = self.starts(numbers), self.context_length + 1
         windows = np.stack([marked(self.tokens, self.mask, i, i + ends) for i in starts])
-        inputs, targets = batch_of(windows[:, :-1], windows[:, 1:], starts, self.borders)
-        shape = (self.accumulation, -1, self.context_length)
-        return inputs.reshape(shape), targets.reshape(shape)
+        return batch_of(windows[:, :-1], windows[:, 1:], starts, self.borders)
+
+    def starts(self, numbers: np.ndarray) -> list[int]:
+        """Return the positions of the first tokens of these rows."""
+        raise NotImplementedError
 
 
 @dataclass(kw_only=True, eq=False)
@@ -112,9 +124,7 @@ class TokenBatches(FileSampler):
         True
 
     The global batch of a step is `batch_size` windows of `context_length + 1` tokens. Their starts are drawn
-    uniformly, with replacement, from the whole file or from `document_starts`. Rank r takes the r-th of `world_size`
-    contiguous parts of the batch, cut into `accumulation` contiguous slices. The union over ranks and slices is the
-    same for every split.
+    uniformly, with replacement, from the whole file or from `document_starts`.
 
     Args:
         tokens, mask, borders: as of `FileSampler`, also what it raises.
@@ -139,12 +149,12 @@ class TokenBatches(FileSampler):
             if len(self.document_starts) == 0:
                 raise ValueError(f"no document is followed by {self.context_length + 1} tokens")
 
-    def _batch_from(self, raw: np.ndarray) -> Batch:
-        if self.document_starts is None:
-            starts = raw[:, 0] % np.uint64(len(self.tokens) - self.context_length)
-        else:
-            starts = self.document_starts[raw[:, 0] % np.uint64(len(self.document_starts))]
-        return self._cut(starts.astype(np.int64).tolist())
+    def starts(self, numbers: np.ndarray) -> list[int]:
+        # The remainder of 64 bits modulo n is biased by n / 2**64, which is negligible.
+        raw, places = self._random(numbers)[:, 0], self.document_starts
+        if places is None:
+            return (raw % np.uint64(len(self.tokens) - self.context_length)).tolist()
+        return places[raw % np.uint64(len(places))].tolist()
 
 
 @dataclass(kw_only=True, eq=False)
@@ -153,14 +163,10 @@ class RandomTokens(Sampler):
 
     vocab_size: int = field(kw_only=False)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.numbers_per_row = self.context_length + 1
-
-    def _batch_from(self, raw: np.ndarray) -> Batch:
+    def rows(self, numbers: np.ndarray) -> Batch:
+        raw = self._random(numbers, self.context_length + 1)
         windows = torch.from_numpy((raw % np.uint64(self.vocab_size)).astype(np.int64))
-        windows = windows.reshape(self.accumulation, -1, self.context_length + 1)
-        return windows[..., :-1].contiguous(), windows[..., 1:].contiguous()
+        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
 def evaluation_windows(

@@ -66,11 +66,9 @@ class PackedBatches(Sampler):
         whole, rest = np.divmod(self._lengths, context)
         return float((whole * context**2 + rest**2).sum() / len(self.tokens))
 
-    def batch(self, step: int) -> Batch:
-        count = self.batch_size // self.world_size
-        first = step * self.batch_size + self.rank * count
-        shape = (self.accumulation, count // self.accumulation, self.context_length)
-        parts = [self._read(piece) for row in range(first, first + count) for piece in self.pieces(row)]
+    def rows(self, numbers: np.ndarray) -> Batch:
+        parts = [self._read(piece) for row in numbers.tolist() for piece in self.pieces(row)]
+        shape = len(numbers), self.context_length
         inputs, targets = (np.concatenate(side).reshape(shape) for side in zip(*parts, strict=True))
         return torch.from_numpy(inputs), torch.from_numpy(np.maximum(targets, -1))
 
@@ -209,10 +207,8 @@ class ShuffledBatches(FileSampler):
         self.per_epoch = max(1, len(self.tokens) // self.context_length - 1)
         self._order = lru_cache(maxsize=2)(self._drawn)  # of one object, not of the class: orders are large
 
-    def batch(self, step: int) -> Batch:
-        count = self.batch_size // self.world_size
-        first = step * self.batch_size + self.rank * count
-        return self._cut([self.start(row) for row in range(first, first + count)])
+    def starts(self, numbers: np.ndarray) -> list[int]:
+        return [self.start(row) for row in numbers.tolist()]
 
     def start(self, row: int) -> int:
         """Return the position of the first token of a row of the stream."""

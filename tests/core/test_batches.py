@@ -66,6 +66,16 @@ def test_ranks_and_slices_partition_the_same_global_batch(tokens, source, world_
     assert torch.equal(torch.cat(parts, dim=1), whole)
 
 
+@every_source
+def test_rows_are_read_by_their_numbers(tokens, source):
+    stream = source(tokens)
+    whole = [torch.cat([stream.batch(step)[side][0] for step in range(4)]) for side in (0, 1)]
+    numbers = np.array([95, 0, 24, 23, 95, 60])
+    for side, found in zip(whole, source(tokens).rows(numbers), strict=True):
+        assert found.dtype == torch.int64
+        assert torch.equal(found, side[numbers])
+
+
 def test_the_stream_never_changes(tokens):
     # Frozen values: a resumed run must meet the batches of the run it continues, in any later version.
     starts = token_batches(tokens, batch_size=6).batch(2)[0][0, :, 0].tolist()
