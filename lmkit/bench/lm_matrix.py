@@ -42,10 +42,8 @@ from lmkit.recipe.values import AttentionName, RegisteredName
 from lmkit.registry import ATTENTION, BENCHES, STRATEGIES
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from lmkit.bench.training_gate import Reference
-    from lmkit.core.batches import TokenBatches
+    from lmkit.core.batches import TokenBatches, Tokens
     from lmkit.measure.limits import Limits
     from lmkit.parallel.ranks import Ranks
     from lmkit.training.setup import TrainingStep
@@ -107,7 +105,8 @@ class Options(Table):
     bucket_mb: PositiveFloat = 50.0
     """Bucket size in MiB (`bucketed`, `torch_ddp`, `zero1`)."""
     tokens: Annotated[Path | None, FlagNames(("--train-path",))] = None
-    """A token file (.npy), or a text file (perhaps .gz) whose bytes are the tokens; by default generated stories."""
+    """A token file (.npy), a glob of several, or a text file (perhaps .gz) whose bytes are the tokens; by default
+    generated stories."""
     lr: PositiveFloat = 3e-4
     """Learning rate of all steps but the first three, which are checked and take 1e-5."""
 
@@ -119,8 +118,10 @@ class Options(Table):
 
 def check(recipe: Any) -> None:
     """Refuse a missing text, and a vocabulary without room for the tokens, before ranks start."""
+    from lmkit.data.shards import SUFFIXES
+
     options, needed = recipe.bench_table("lm_matrix"), NUM_BYTES
-    if (path := options.tokens) is not None and path.suffix == ".npy":
+    if (path := options.tokens) is not None and path.suffix in SUFFIXES:
         from lmkit.data.token_files import open_tokens
 
         needed = open_tokens(path).meta.vocab_size
@@ -147,10 +148,11 @@ def lm_matrix(context: Context) -> Rows:
     """Return a row per kernel and strategy. Rows that the journal has are not measured again."""
     import torch
 
+    from lmkit.data.shards import split
+
     options = context.options
     tokens = tokens_of(options, context.recipe.run.seed)
-    border = int(len(tokens) * (1 - HELD_OUT))
-    parts = tokens[:border], tokens[border:]
+    parts = split(tokens, int(len(tokens) * (1 - HELD_OUT)))
     check_batches(options, min(map(len, parts)), context.ranks)
     limits = context.known_limits([options.precision])
     references: dict[bool, Reference] = {}
@@ -183,7 +185,7 @@ def _train_kernel(
     kernel: str,
     strategies: Sequence[str],
     context: Context,
-    parts: tuple[np.ndarray, np.ndarray],
+    parts: tuple[Tokens, Tokens],
     references: dict[bool, Reference],
     limits: Limits | None,
 ) -> Rows:
@@ -269,7 +271,7 @@ def _train_kernel(
 
 
 def _outcome(
-    training: TrainingStep, of_steps: list[Any], context: Context, held_out: np.ndarray
+    training: TrainingStep, of_steps: list[Any], context: Context, held_out: Tokens
 ) -> dict[str, Any]:
     """Return the losses of a training, averaged over the ranks. Collective."""
     import torch
@@ -296,18 +298,19 @@ def _outcome(
     return {"valid_loss": loss, "first_loss": curve[0], "final_loss": curve[-1], "losses": curve}
 
 
-def tokens_of(options: Options, seed: int) -> np.ndarray:
+def tokens_of(options: Options, seed: int) -> Tokens:
     """Return the tokens: the token file, memory-mapped, or the bytes of a text or of generated stories."""
     import numpy as np
 
     from lmkit.data.corpora import opened
+    from lmkit.data.shards import SUFFIXES
     from lmkit.data.synth import generate_stories
     from lmkit.data.token_files import open_tokens
 
     if options.tokens is None:
         text = b"\n".join(story.encode() for story in islice(generate_stories(seed), STORIES))
         return np.frombuffer(text, dtype=np.uint8).astype(np.uint16)
-    if options.tokens.suffix == ".npy":
+    if options.tokens.suffix in SUFFIXES:
         return open_tokens(options.tokens).tokens
     with opened(options.tokens) as (_, stream):
         return np.frombuffer(stream.read(), dtype=np.uint8)
@@ -325,7 +328,7 @@ def check_batches(options: Options, shortest: int, ranks: Ranks) -> None:
         raise UsageError("bench.context_length", message, hint=hint)
 
 
-def batches_of(context: Context, tokens: np.ndarray, ranks: Ranks) -> TokenBatches:
+def batches_of(context: Context, tokens: Tokens, ranks: Ranks) -> TokenBatches:
     from lmkit.core.batches import TokenBatches
 
     sizes: dict[str, Any] = {key: getattr(context.options, key) for key in ("batch_size", "context_length")}

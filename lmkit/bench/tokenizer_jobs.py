@@ -143,7 +143,8 @@ def run(job: Job) -> dict[str, Any]:
     seconds = time.perf_counter() - start
     digest = hashlib.sha256()
     for path in outputs:
-        ids = open_tokens(path).tokens if path.suffix == ".npy" else np.frombuffer(read_input(path), "<u4")
+        is_ours = path.suffix == ".npy"
+        ids = np.asarray(open_tokens(path).tokens) if is_ours else np.frombuffer(read_input(path), "<u4")
         digest.update(ids.astype("<u4").tobytes())
     return {"seconds": seconds, "ids": digest.hexdigest()}
 

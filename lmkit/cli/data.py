@@ -104,27 +104,28 @@ def encode(
 
 
 @app.add("lmkit data inspect artifacts/runs/quickstart/tokens/train.npy")
-def inspect(path: Path, tokenizer: Path | None = None) -> Result:
-    """Check a token file and show what is in it.
+def inspect(paths: list[Path], tokenizer: Path | None = None) -> Result:
+    """Check a token file, or several as one, and show what is in it.
 
     Args:
-        path: A token file (.npy).
+        paths: A token file (.npy), or several in this order; a glob names them sorted.
         tokenizer: A tokenizer.json, to show the text.
     """
+    from lmkit.data.shards import name_of
     from lmkit.data.token_files import open_tokens
     from lmkit.tokenizer import Tokenizer
 
     loaded = None if tokenizer is None else Tokenizer.load(tokenizer)
-    file = open_tokens(path, tokenizer_sha256=None if loaded is None else loaded.sha256)
+    file = open_tokens(paths, tokenizer_sha256=None if loaded is None else loaded.sha256)
     meta, dtype, head = file.meta, str(file.tokens.dtype), file.tokens[:PREVIEW_TOKENS].tolist()
     preview = " ".join(map(str, head)) if loaded is None else repr(loaded.decode(head))
     lines = [
-        statement(str(path), _size(meta, dtype)),
+        statement(name_of(paths), _size(meta, dtype)),
         f"vocabulary {meta.vocab_size:,}, tokenizer {meta.tokenizer_sha256[:12]}",
         enumeration("begins", [preview]),
     ]
     identity = {"vocab_size": meta.vocab_size, "tokenizer_sha256": meta.tokenizer_sha256}
-    fields = {"path": path, "dtype": dtype, **_counts(meta), **identity, "preview": preview}
+    fields = {"path": name_of(paths), "dtype": dtype, **_counts(meta), **identity, "preview": preview}
     return Result("\n".join(lines), fields)
 
 

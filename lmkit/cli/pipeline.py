@@ -26,6 +26,7 @@ from lmkit.cli.console import Result
 from lmkit.cli.ranks import alone, follow, leading
 from lmkit.data.corpora import check_corpus, mark_of, prepare_corpus, refuse_directory
 from lmkit.data.encoding import encode_chat, encode_corpus
+from lmkit.data.shards import shard_paths
 from lmkit.data.token_files import PARTS, SIDECAR, open_tokens
 from lmkit.errors import UsageError, some_of
 from lmkit.measure.tables import size_of, statement
@@ -368,9 +369,11 @@ class Pipeline:
         if self.train.init_from is not None:
             sources["train.init_from"] = [self.train.init_from]
         for part in ("train", "valid"):
-            tokens, own_file = getattr(recipe.data, part), run_folder.token_file(self.folder, part)
-            if tokens is not None and tokens.absolute() != own_file.absolute():  # those are made again
-                sources[f"data.{part}"] = [tokens]
+            paths, own_file = getattr(recipe.data, part), run_folder.token_file(self.folder, part).absolute()
+            shards = [] if paths is None else shard_paths(paths)
+            sources[f"data.{part}"] = [
+                path for path in shards if path.absolute() != own_file
+            ]  # it is made again
         own = list(map(os.path.realpath, map(self.folder.joinpath, names)))
         for key, paths in sources.items():
             for path in paths:

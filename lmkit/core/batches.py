@@ -16,6 +16,17 @@ import torch
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
+class Tokens(Protocol):
+    """Token ids, one-dimensional: an integer array, or what is read like one, such as several memory-mapped files."""
+
+    @property
+    def dtype(self) -> np.dtype: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: Any, /) -> Any: ...
+
+
 class BatchSource(Protocol):
     """Interface to the training loop: the rows of one rank for one step."""
 
@@ -82,8 +93,7 @@ class FileSampler(Sampler):
     """Cut windows out of a token file. Subclasses say where the windows start.
 
     Args:
-        tokens: one-dimensional integer array, usually memory-mapped: only sampled windows are read. A list, or a
-            tensor on the CPU, will do.
+        tokens: usually memory-mapped: only sampled windows are read. A list, or a tensor on the CPU, will do.
         mask: one bit per token (`np.packbits`), whether it counts as a target; targets that do not are -1.
         borders: positions at which documents begin, for a model with `separate_documents`. The input before a border
             predicts the document's first token, and is given as its complement, ~id. None: no input is.
@@ -93,7 +103,7 @@ class FileSampler(Sampler):
             a batch is cut) negative; ranks x accumulation does not divide the batch.
     """
 
-    tokens: np.ndarray = field(kw_only=False)
+    tokens: Tokens = field(kw_only=False)
     mask: np.ndarray | None = None
     borders: np.ndarray | None = None
 
@@ -170,7 +180,7 @@ class RandomTokens(Sampler):
 
 
 def evaluation_windows(
-    tokens: np.ndarray,
+    tokens: Tokens,
     context_length: int,
     batch_size: int,
     max_batches: int | None = None,
@@ -200,22 +210,22 @@ def evaluation_windows(
         yield batch_of(before, after, range(start, last, length), borders)
 
 
-def integers(name: str, values: Any) -> np.ndarray:
-    """Return an array, a list or a tensor on the CPU as an array, without a copy if it is one already."""
-    array = np.asanyarray(values)
+def integers(name: str, values: Any) -> Any:
+    """Return a list or a tensor on the CPU as an array; what is `Tokens` stays as it is."""
+    array = values if isinstance(getattr(values, "dtype", None), np.dtype) else np.asanyarray(values)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         found = f"{array.dtype} {array.shape}"
         raise ValueError(f"{name} must be integers in one dimension, such as rows.reshape(-1); got {found}")
     return array
 
 
-def check_length(tokens: np.ndarray, context_length: int) -> None:
+def check_length(tokens: Tokens, context_length: int) -> None:
     """Raise ValueError if there are fewer than `context_length + 1` tokens: one window and its targets."""
     if len(tokens) < context_length + 1:
         raise ValueError(f"{len(tokens)} tokens, but context_length + 1 = {context_length + 1}")
 
 
-def marked(tokens: np.ndarray, mask: np.ndarray | None, start: int, end: int) -> np.ndarray:
+def marked(tokens: Tokens, mask: np.ndarray | None, start: int, end: int) -> np.ndarray:
     """Return tokens as int64; a token that does not count as a target as its complement, which is negative."""
     ids = tokens[start:end].astype(np.int64)
     if tokens.dtype.kind == "i" and ids.min() < 0:

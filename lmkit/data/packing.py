@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from lmkit.core.batches import Batch, FileSampler, Sampler, marked
+from lmkit.core.batches import Batch, FileSampler, Sampler, Tokens, marked
 
 BLOCK = 2048
 """Documents that are packed together: enough to find exact fits, few enough to be packed in between steps."""
@@ -46,7 +46,7 @@ class PackedBatches(Sampler):
         mask: of a `TokenFile`: targets that do not count are -1.
     """
 
-    tokens: np.ndarray = field(kw_only=False)
+    tokens: Tokens = field(kw_only=False)
     document_starts: np.ndarray
     mask: np.ndarray | None = None
 

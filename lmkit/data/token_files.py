@@ -20,17 +20,22 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, BinaryIO
+from typing import TYPE_CHECKING, Annotated, BinaryIO
 
 import numpy as np
 from numpy.lib import format as npy
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from lmkit.data.corpora import PathOrPaths
+from lmkit.data.shards import joined, joined_meta, shard_paths
 from lmkit.errors import LmkitError, UsageError, reason
 from lmkit.recipe.run_folder import RECIPE, read_record, token_file
 from lmkit.storage.atomic import atomic_path, write_atomic
 from lmkit.storage.inputs import open_input, read_object
+
+if TYPE_CHECKING:  # the batches need torch
+    from lmkit.core.batches import Tokens
 
 FORMAT = 2
 SIDECAR, DOCUMENTS, MASK = ".json", ".documents", ".mask"
@@ -54,7 +59,7 @@ class TokenMeta:
 
     Attributes:
         num_bytes: size of the text; special tokens have none.
-        source_sha256: SHA-256 of the text files, concatenated.
+        source_sha256: SHA-256 of the text files, concatenated; of several shards, of their numbers and hashes.
         counted_tokens, counted_bytes: tokens that count as targets, and their text; None: all of them.
     """
 
@@ -71,10 +76,10 @@ class TokenMeta:
 
 @dataclasses.dataclass(frozen=True)
 class TokenFile:
-    """An open token file.
+    """An open token file, or several as one.
 
     Attributes:
-        tokens: a read-only memory map, one-dimensional, uint16 or uint32.
+        tokens: a read-only memory map, one-dimensional, uint16 or uint32; of several files, what reads like one.
         mask: a memory map with a bit for each token, the highest bit of a byte first: whether it counts as a target.
             None: all count.
         documents: a read-only memory map of the positions at which documents begin, uint64, ascending. None: not
@@ -82,7 +87,7 @@ class TokenFile:
         sizes: the bytes of the text of each document, uint64; None: those of its tokens.
     """
 
-    tokens: np.ndarray
+    tokens: Tokens
     meta: TokenMeta
     mask: np.ndarray | None = None
     documents: np.ndarray | None = None
@@ -214,20 +219,28 @@ class TokenFileWriter:
         return self._meta
 
 
-def open_tokens(path: str | Path, *, tokenizer_sha256: str | None = None) -> TokenFile:
-    """Open a token file for reading. It is read once to check that every id is in the vocabulary.
+def open_tokens(paths: PathOrPaths, *, tokenizer_sha256: str | None = None) -> TokenFile:
+    """Open a token file for reading, or several, the shards, as one. They are read once to check that every id is in
+    the vocabulary.
 
     Args:
+        paths: of one file or several, in this order; a glob names its files sorted by name.
         tokenizer_sha256: `Tokenizer.sha256` of the tokenizer to use with the file.
 
     Raises:
         UsageError: no such file ("tokens.missing"), no description ("tokens.not_described"), or another tokenizer
-            made it ("tokens.wrong_tokenizer").
+            made it ("tokens.wrong_tokenizer"); shards of different tokenizers ("tokens.other_shard"), or a shard that
+            is named twice ("tokens.twice").
         LmkitError: the file or its description is damaged ("tokens.damaged"), empty ("tokens.empty") or of
             another format ("tokens.other_format").
     """
-    path = Path(path)
-    meta = read_meta(path)
+    shards = shard_paths(paths)
+    meta = joined_meta(shards, list(map(_read_meta, shards)))  # before much is read
+    return joined([_open(path, tokenizer_sha256) for path in shards], meta)
+
+
+def _open(path: Path, tokenizer_sha256: str | None) -> TokenFile:
+    meta = _read_meta(path)
     tokens = _map(path, meta)
     if tokenizer_sha256 is not None and tokenizer_sha256 != meta.tokenizer_sha256:
         message = f"{path}: made with tokenizer {meta.tokenizer_sha256}, not with {tokenizer_sha256}"
@@ -250,8 +263,13 @@ def _way_back(path: Path) -> str:
     return f"move {path} away and make it again with: {again}"
 
 
-def read_meta(path: Path) -> TokenMeta:
-    """Return the description of a token file. Errors are those of `open_tokens`."""
+def read_meta(paths: PathOrPaths) -> TokenMeta:
+    """Return the description of a token file or of several as one. Errors are those of `open_tokens`."""
+    shards = shard_paths(paths)
+    return joined_meta(shards, list(map(_read_meta, shards)))
+
+
+def _read_meta(path: Path) -> TokenMeta:
     make_one = "make one with: lmkit data encode"
     if path.is_dir() or not path.exists():
         what = "is a folder, not a token file" if path.is_dir() else "no such token file"
@@ -385,7 +403,7 @@ def check_divisible(batch_size: int, ranks: int, accumulation: int) -> None:
         raise UsageError("batches.indivisible", message, hint=f"use a multiple of {ranks * accumulation}")
 
 
-def check_length(tokens: np.ndarray, context_length: int) -> None:
+def check_length(tokens: Tokens, context_length: int) -> None:
     """Refuse fewer than `context_length + 1` token ids, one window and its targets ("tokens.too_short")."""
     if len(tokens) < (needed := context_length + 1):
         message = f"{_name(tokens)}: {len(tokens)} tokens, but model.context_length + 1 = {needed}"
@@ -393,6 +411,5 @@ def check_length(tokens: np.ndarray, context_length: int) -> None:
         raise UsageError("tokens.too_short", message, hint=hint)
 
 
-def _name(tokens: np.ndarray) -> str:
-    filename = tokens.filename if isinstance(tokens, np.memmap) else None
-    return "token file" if filename is None else str(filename)
+def _name(tokens: Tokens) -> str:
+    return str(getattr(tokens, "filename", None) or "token file")

@@ -22,6 +22,7 @@ from lmkit.errors import UsageError, did_you_mean, reason
 from lmkit.recipe.recipe import TABLES, Recipe, conflicts, table_type
 from lmkit.recipe.run_folder import RECIPE, placed_in, run_folder_of
 from lmkit.recipe.tables import PRESETS, SIZES, Table, from_depth
+from lmkit.recipe.values import Paths
 from lmkit.registry import BENCHES
 from lmkit.storage.inputs import open_input
 
@@ -201,7 +202,7 @@ def _parse_override(override: str) -> tuple[str, Any]:
     owner = table_type(table)
     field = owner.model_fields.get(key) if owner else None
     # A shell takes the quotes away from run.name="42".
-    takes_text = field is not None and field.annotation in (str, Path, str | None, Path | None)
+    takes_text = field is not None and field.annotation in (str, Path, str | None, Path | None, Paths | None)
     return dotted, text if takes_text and not isinstance(value, (str, list, dict)) else value
 
 

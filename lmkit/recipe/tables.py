@@ -21,6 +21,7 @@ from lmkit.recipe.values import (
     NonNegativeFloat,
     OperationsName,
     OptimizerName,
+    Paths,
     PositiveFloat,
     PositiveInt,
     ScheduleName,
@@ -295,10 +296,11 @@ class TokenizerConfig(Table):
 class DataConfig(Table):
     """`[data]`: token files and how batches are drawn from them."""
 
-    train: Path | None = None
-    """Token file (.npy); default: the file that `lmkit run` made in the run folder."""
-    valid: Path | None = None
-    """Held-out token file; default: the file that `lmkit run` made."""
+    train: Paths | None = None
+    """Token file (.npy), or several as one: an array of paths, or a glob such as `tokens/train_*.npy`, whose files
+    follow one another sorted by name. Default: the file that `lmkit run` made in the run folder."""
+    valid: Paths | None = None
+    """Held-out token file, or several; default: the file that `lmkit run` made."""
     source: Literal["tokens", "random"] = "tokens"
     """`random` draws uniform token ids and needs no file (for benchmarks)."""
     sampling: Literal["windows", "shuffled", "documents", "packed"] = "windows"

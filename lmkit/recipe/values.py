@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 from lmkit.errors import did_you_mean
 from lmkit.registry import ATTENTION, DATASETS, OPERATIONS, OPTIMIZERS, SCHEDULES, STRATEGIES, Registry
@@ -108,6 +108,18 @@ Count = Annotated[int, Field(ge=0, le=_LARGEST)]
 LARGEST_INT64 = (1 << 63) - 1
 Int64 = Annotated[int, Field(ge=0, le=LARGEST_INT64)]
 """A seed, or a number of tokens."""
+
+
+def _paths(value: Any) -> Any:
+    """Refuse in one message what is neither a path nor an array of paths."""
+    items = value if isinstance(value, list | tuple) else [value]
+    if not items or not all(isinstance(item, str | Path) for item in items):
+        raise ValueError("must be a path, or an array of paths")
+    return tuple(value) if isinstance(value, list) else value  # pydantic takes no list for a tuple
+
+
+Paths = Annotated[Path | tuple[Path, ...], BeforeValidator(_paths)]
+"""One file or glob, or several."""
 # Other floats are 0 or infinite in float32, or become so in a product.
 PositiveFloat = Annotated[float, Field(ge=1e-30, le=1e30)]
 NonNegativeFloat = Annotated[float, Field(ge=0, le=1e30)]

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from lmkit.core.batches import evaluation_windows
+from lmkit.core.batches import Tokens, evaluation_windows
 from lmkit.core.ranges import range_
 from lmkit.data.token_files import TokenFile, document_starts
 from lmkit.model.transformer import TransformerLM
@@ -30,7 +30,7 @@ class HeldOut:
     """Held-out data.
 
     Attributes:
-        tokens: one-dimensional token ids, usually a memory map.
+        tokens: usually memory-mapped.
         bytes_per_token: of the text of those that count; None if unknown.
         context_length: longest window.
         rows: windows per batch.
@@ -38,7 +38,7 @@ class HeldOut:
         borders: positions at which documents begin that do not see one another; None: they do.
     """
 
-    tokens: np.ndarray
+    tokens: Tokens
     bytes_per_token: float | None
     context_length: int
     rows: int

@@ -20,9 +20,10 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from lmkit.core.ranges import range_
-from lmkit.data.corpora import opened
+from lmkit.data.corpora import PathOrPaths, opened
 from lmkit.data.encoding import encode_corpus
 from lmkit.data.json_lines import json_records
+from lmkit.data.shards import name_of, shard_paths
 from lmkit.data.token_files import TokenFile, check_length, document_starts, open_tokens
 from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.tables import Column, terminal_table
@@ -37,7 +38,7 @@ from lmkit.training.checkpoint import STATE
 from lmkit.training.evaluation import TOKENS_AT_ONCE, EvaluateResult, evaluate, held_out_of, summarise
 from lmkit.training.precision import autocast, hold_weights
 from lmkit.training.process import numerics
-from lmkit.training.run_data import refuse_changed_file
+from lmkit.training.run_data import refuse_changed_files
 from lmkit.training.weights import GivenWeights, is_hugging_face, open_weights
 
 _HINTS = {  # of errors in a text named on the command line, where no option replaces invalid bytes
@@ -52,7 +53,7 @@ log = logging.getLogger("lmkit")
 def evaluate_run(
     path: Path,
     *,
-    tokens: Path | None = None,
+    tokens: PathOrPaths | None = None,
     text: Path | None = None,
     field: str | None = None,
     device: str = "auto",
@@ -61,7 +62,7 @@ def evaluate_run(
 
     Args:
         path: a run folder, whose newest good checkpoint counts; a checkpoint folder; or a Hugging Face folder.
-        tokens: a token file; None: the run's own held-out file.
+        tokens: a token file, a glob, or several; None: the run's own held-out file.
         text: a text file instead, or JSON objects, which the model's tokenizer encodes.
         field: the key of a JSON object that holds the text; None: "text".
 
@@ -86,23 +87,24 @@ def evaluate_run(
 
 @contextmanager
 def _opened_text(
-    trained: TrainedModel, tokens: Path | None, text: Path | None, field: str | None
+    trained: TrainedModel, tokens: PathOrPaths | None, text: Path | None, field: str | None
 ) -> Iterator[tuple[TokenFile, str]]:
     """Yield the token file to judge on, and the name of what the user named."""
     if text is None:
-        file = tokens or trained.held_out
-        if file is None or not file.exists():
+        paths = tokens or trained.held_out
+        shards = [] if paths is None else shard_paths(paths)
+        missing = [trained.weights.path] if paths is None else [path for path in shards if not path.exists()]
+        if missing:
             hint = "name a token file or a text: lmkit evaluate RUN --tokens FILE.npy, or --text FILE"
-            message = f"{file or trained.weights.path}: no held-out token file"
-            raise UsageError("data.no_tokens", message, hint=hint)
+            raise UsageError("data.no_tokens", f"{missing[0]}: no held-out token file", hint=hint)
         known = trained.weights.tokenizer_sha256
         if known is None and trained.weights.tokenizer is not None:
             known = trained.weights.open_tokenizer().sha256
-        opened = open_tokens(file, tokenizer_sha256=known)
+        opened = open_tokens(shards, tokenizer_sha256=known)
         if tokens is None:
-            refuse_changed_file(file, other="--tokens FILE.npy")
-        trained.weights.refuse_more_ids(opened.meta.vocab_size, file)
-        yield opened, str(file)
+            refuse_changed_files(shards, other="--tokens FILE.npy")
+        trained.weights.refuse_more_ids(opened.meta.vocab_size, shards[0])
+        yield opened, name_of(shards)
         return
     if tokens is not None:
         message = "--tokens and --text: two files to evaluate on"
@@ -135,7 +137,7 @@ class TrainedModel:
     precision: str
     rows: int
     run: RunConfig
-    held_out: Path | None
+    held_out: PathOrPaths | None
 
     @property
     def place(self) -> tuple[str, int | None]:
@@ -213,7 +215,7 @@ class DocumentsResult:
 def evaluate_documents(
     path: Path,
     *,
-    tokens: Path | None = None,
+    tokens: PathOrPaths | None = None,
     text: Path | None = None,
     field: str | None = None,
     device: str = "auto",

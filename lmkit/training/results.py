@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from lmkit.data.shards import shard_paths
 from lmkit.data.token_files import SIDECAR, TokenMeta, read_meta
 from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.plots import decorate, loss_curve
@@ -132,7 +133,7 @@ def compare_training(before: Path, after: Path, *, threshold: float = SMALLEST_D
     recipes = [_recipes(path, found) for path, found in zip((before, after), folders, strict=True)]
     files = zip(*(token_paths(recipe) for group in recipes for recipe in group), strict=True)
     trained_on, held_out = (
-        [read_meta(path) for path in paths if path.is_file() and path.with_suffix(SIDECAR).is_file()]
+        [read_meta(shards) for shards in map(shard_paths, paths) if all(map(_is_described, shards))]
         for paths in files
     )
     if not has_bits and len({meta.tokenizer_sha256 for meta in held_out}) > 1:
@@ -178,6 +179,10 @@ def _recipes(path: Path, found: Sequence[Path]) -> list[Recipe]:
         hint = "an interval takes runs of different seeds: lmkit run RECIPE --seeds 3"
         raise UsageError("compare.one_seed_twice", message, hint=hint)
     return recipes
+
+
+def _is_described(path: Path) -> bool:
+    return path.is_file() and path.with_suffix(SIDECAR).is_file()
 
 
 def _are_one_text(metas: Sequence[TokenMeta]) -> bool:

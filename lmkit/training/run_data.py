@@ -10,6 +10,8 @@ from typing import Any
 
 from lmkit.core.batches import BatchSource, RandomTokens, TokenBatches
 from lmkit.data import token_files
+from lmkit.data.corpora import PathOrPaths
+from lmkit.data.shards import name_of, shard_paths
 from lmkit.errors import UsageError
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.load import required
@@ -35,14 +37,14 @@ def open_data(recipe: Recipe) -> Data:
     """Open the token files that the recipe names, or those in the run folder."""
     if recipe.data.source == "random":
         return Data()
-    train_path, valid_path = token_paths(recipe)
-    train = token_files.open_tokens(train_path)
-    valid = token_files.open_tokens(valid_path) if valid_path.exists() else None
+    train_paths, valid_paths = token_paths(recipe)
+    train = token_files.open_tokens(train_paths)
+    valid = token_files.open_tokens(valid_paths) if has_valid(recipe) else None
     ours, own, table = train.meta.tokenizer_sha256, recipe.run.path / TOKENIZER, recipe.tokenizer
     named = own if table is None or table.path is None else table.path
     if valid is not None and valid.meta.tokenizer_sha256 != ours:
-        theirs = valid.meta.tokenizer_sha256
-        message = f"{valid_path}: encoded with tokenizer {theirs[:12]}, but {train_path} with {ours[:12]}"
+        theirs = f"encoded with tokenizer {valid.meta.tokenizer_sha256[:12]}"
+        message = f"{name_of(valid_paths)}: {theirs}, but {name_of(train_paths)} with {ours[:12]}"
         raise UsageError("data.other_tokenizer", message, hint="encode both with the same tokenizer")
     # `lmkit generate` will read and write with the run's tokenizer.
     for path in {named, own}:
@@ -51,7 +53,7 @@ def open_data(recipe: Recipe) -> Data:
             hint = "encode the text again, or name its tokenizer: --set tokenizer.path=FILE"
             if path == own != named:
                 hint = "move it away, or name a new run: --set run.name=..."
-            message = f"{train_path}: made with tokenizer {ours}, but {path} is {theirs}"
+            message = f"{name_of(train_paths)}: made with tokenizer {ours}, but {path} is {theirs}"
             raise UsageError("data.other_tokenizer", message, hint=hint)
     return Data(train, valid, DataIdentity.model_validate(train.meta, from_attributes=True))
 
@@ -82,42 +84,44 @@ def check_token_files(recipe: Recipe, *, are_made: bool = True) -> None:
     """Refuse a recipe without its token files; reads none."""
     if recipe.data.source == "random":
         return
-    train, valid = token_paths(recipe)
+    train, valid = map(shard_paths, token_paths(recipe))
     folder = recipe.run.path
     later = () if are_made else (token_file(folder, "train"), token_file(folder, "valid"))
-    if not train.exists() and train not in later:
-        command = f"lmkit data encode TEXT {shlex.quote(str(train))} --tokenizer TOKENIZER.json"
+    missing = [path for path in train if not path.exists() and path not in later]
+    if missing:
+        command = f"lmkit data encode TEXT {shlex.quote(str(missing[0]))} --tokenizer TOKENIZER.json"
         if recipe.corpus is not None and recipe.data.train is None:
             command = f"lmkit run {shlex.quote(recipe.source)}"
             if recipe.run.name != recipe.source:  # most shipped recipes name their run as themselves
                 command += f" --set run.name={shlex.quote(recipe.run.name)}"
-        message = f"{train}: no such token file to train on (key data.train)"
+        message = f"{missing[0]}: no such token file to train on (key data.train)"
         hint = f"make it with: {command}; or name another: --set data.train=FILE.npy"
         raise UsageError("data.no_tokens", message, hint=hint)
-    if recipe.data.valid is not None and not valid.exists() and valid not in later:
-        message = f"{valid}: no such token file to evaluate on (key data.valid)"
+    missing = [path for path in valid if not path.exists() and path not in later]
+    if recipe.data.valid is not None and missing:
+        message = f"{missing[0]}: no such token file to evaluate on (key data.valid)"
         raise UsageError("data.no_tokens", message, hint="leave the key out to train without evaluation")
 
 
 def refuse_changed(recipe: Recipe) -> None:
-    """Refuse token files that are not as `lmkit run` made them; see `refuse_changed_file`."""
+    """Refuse token files that are not as `lmkit run` made them; see `refuse_changed_files`."""
     if recipe.data.source != "random":
-        for key, tokens in zip(("data.train", "data.valid"), token_paths(recipe), strict=True):
-            refuse_changed_file(tokens, other=f"--set {key}=FILE.npy")
+        for key, paths in zip(("data.train", "data.valid"), token_paths(recipe), strict=True):
+            refuse_changed_files(paths, other=f"--set {key}=FILE.npy")
 
 
-def refuse_changed_file(tokens: Path, *, other: str) -> None:
+def refuse_changed_files(paths: PathOrPaths, *, other: str) -> None:
     """Refuse a token file that is not as `lmkit run` made it; `other` is the option that names another, for the hint.
     It is read only if its size or time changed."""
-    if not tokens.name:  # "/", or "": what opens it says that it is a folder
-        return
-    made, noted = made_files(tokens.parent.parent)
-    for path in map(tokens.with_suffix, token_files.PARTS):
+    named = [tokens for tokens in shard_paths(paths) if tokens.name]  # "/", or "": what opens it says so
+    for path in [tokens.with_suffix(part) for tokens in named for part in token_files.PARTS]:
+        folder = path.parent.parent
+        made, noted = made_files(folder)
         if path not in made:
             continue
         is_there = path.is_file()
         if not is_there or noted_digest(path, noted.get(str(path.absolute()), ()))[-1] != made[path]:
-            again = f"lmkit run {shlex.quote(str(tokens.parent.parent / RECIPE))}"
+            again = f"lmkit run {shlex.quote(str(folder / RECIPE))}"
             what = "changed" if is_there else "gone"
             message = f"{path}: {what} since `lmkit run` made it ({other} names another)"
             hint = f"{again} makes it again; other tokens have to lie elsewhere: {other}"
@@ -135,10 +139,15 @@ def made_files(folder: Path) -> tuple[dict[Path, str], dict[str, list[Any]]]:
     return made, {name: facts for name, facts in noted if isinstance(facts, list)}
 
 
-def token_paths(recipe: Recipe) -> tuple[Path, Path]:
-    """Return the token files to train and to evaluate on; they need not exist."""
+def token_paths(recipe: Recipe) -> tuple[Path | tuple[Path, ...], Path | tuple[Path, ...]]:
+    """Return the token files to train and to evaluate on, and globs of them; they need not exist."""
     folder = recipe.run.path
     return recipe.data.train or token_file(folder, "train"), recipe.data.valid or token_file(folder, "valid")
+
+
+def has_valid(recipe: Recipe) -> bool:
+    """Return whether there is a token file to evaluate on."""
+    return recipe.data.valid is not None or token_file(recipe.run.path, "valid").exists()
 
 
 def resolve(recipe: Recipe, data: Data) -> Recipe:

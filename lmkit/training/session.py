@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from lmkit.core.batches import BatchSource
+from lmkit.data.shards import name_of
 from lmkit.errors import UsageError
 from lmkit.measure.environment import card_here, describe_environment, has_bf16
 from lmkit.measure.plots import decorate
@@ -328,7 +329,7 @@ def _result(
         if step <= position.step:  # later ones were damaged: the run was resumed from an earlier one
             checkpoint = str(path)
     if evaluation is not None and checkpoint is not None:
-        figures, file = asdict(evaluation), str(run_data.token_paths(recipe)[1])
+        figures, file = asdict(evaluation), name_of(run_data.token_paths(recipe)[1])
         reported = EvaluateResult(**figures, checkpoint=checkpoint, step=position.step, tokens_file=file)
     return TrainResult(
         folder=str(recipe.run.path),

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from lmkit.data.shards import shard_paths
 from lmkit.data.token_files import open_tokens
 from lmkit.errors import LmkitError, UsageError, reason, some_of
 from lmkit.measure.tables import size_of
@@ -24,7 +25,15 @@ from lmkit.tokenizer import Tokenizer
 from lmkit.tokenizer.marks import CONFIG
 from lmkit.training import checkpoint
 from lmkit.training.metrics import check_metrics
-from lmkit.training.run_data import check_recipe, made_files, open_data, resolve, resolved_tables, token_paths
+from lmkit.training.run_data import (
+    check_recipe,
+    has_valid,
+    made_files,
+    open_data,
+    resolve,
+    resolved_tables,
+    token_paths,
+)
 from lmkit.training.session import train
 from lmkit.training.weights import open_hugging_face, weights_of
 
@@ -56,9 +65,9 @@ class VerifyResult:
 
 
 def verify_path(path: Path) -> VerifyResult:
-    """Check a run or Hugging Face folder, a checkpoint, a token file, a tokenizer, a recipe or a metrics file;
-    UsageError: there is no such file, or not one that lmkit makes."""
-    checks = tuple(_checks_of(path))
+    """Check a run or Hugging Face folder, a checkpoint, a token file or a glob of them, a tokenizer, a recipe or a
+    metrics file; UsageError: there is no such file, or not one that lmkit makes."""
+    checks = tuple(check for file in shard_paths(path) for check in _checks_of(file))
     return VerifyResult(str(path), checks, all(check.ok for check in checks))
 
 
@@ -242,8 +251,7 @@ def _moved(recipe: Recipe, folder: Path, name: str) -> Recipe:
     tokenizer, table = recipe.run.path / run_folder.TOKENIZER, recipe.tokenizer
     if tokenizer.exists() and (table is None or table.path is None):
         table = (table or TokenizerConfig()).changed(path=tokenizer)
-    has_valid = recipe.data.valid is not None or valid_tokens.exists()
-    data = {"train": train_tokens, "valid": valid_tokens if has_valid else None}
+    data = {"train": train_tokens, "valid": valid_tokens if has_valid(recipe) else None}
     on_gpu = local_device(recipe.run.device, local_rank=0).type == "cuda"
     run = {"folder": folder, "name": name, "deterministic": on_gpu or recipe.run.deterministic}
     return recipe.changed(

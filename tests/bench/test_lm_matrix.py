@@ -127,6 +127,11 @@ def test_it_trains_on_a_token_file(run_bench, tmp_path):
         writer.finish(num_bytes=1000, source_sha256="b" * 64)
     result = run_bench("lm_matrix", kernels=["sdpa"], tokens=str(path), vocab_size=300, **SMALL)
     assert result.rows[0]["final_loss"] < 3  # always the same token: soon known
+    with TokenFileWriter(tmp_path / "train2.npy", vocab_size=300, tokenizer_sha256="a" * 64) as writer:
+        writer.append(np.arange(100))
+        writer.finish(num_bytes=1000, source_sha256="b" * 64)
+    tokens = tokens_of(Options(tokens=tmp_path / "train*.npy"), seed=0)
+    assert (len(tokens), tokens[1099]) == (1100, 99)
     with raises(UsageError, "bench.small_vocabulary", "bench.lm_matrix.vocab_size", path, hint="300"):
         measure(output=tmp_path, kernels=["sdpa"], tokens=str(path), **SMALL)
 

@@ -325,3 +325,14 @@ def test_recipes_of_stored_results_are_read():
     assert len(stored) > 10
     for path in stored:
         load_recipe(str(path), benches=True)
+
+
+def test_token_files_are_one_path_or_several(write):
+    recipe = load_recipe(write('data.train = ["~a/x.npy", "b*.npy"]'), ["data.valid=7"])
+    assert recipe.data.train == (Path("~a/x.npy"), Path("b*.npy"))
+    assert recipe.data.valid == Path("7")
+    assert load_recipe(write(recipe_to_toml(recipe))) == recipe
+    assert load_recipe(None, ['data.train=["a.npy"]']).data.train == (Path("a.npy"),)
+    for value in ("3.5", "[]", "[3]", "{a = 1}"):
+        with raises(UsageError, "recipe.wrong_value", "data.train"):
+            load_recipe(write(f"data.train = {value}"))

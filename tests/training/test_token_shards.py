@@ -1,0 +1,81 @@
+"""Training, evaluation and verification on token files in several shards."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from raising import raises
+from run_folders import assert_same_state, losses, newest, train_here
+
+from lmkit.data.token_files import TokenFileWriter, open_tokens
+from lmkit.errors import UsageError
+from lmkit.recipe.load import load_recipe
+from lmkit.training.judging import evaluate_run
+from lmkit.training.session import plan
+from lmkit.training.verify import verify_path, verify_resume
+
+
+@pytest.fixture
+def shards(token_files, tmp_path) -> Path:
+    """The folder of the training and the held-out file, cut into two shards each."""
+    for path in token_files:
+        file = open_tokens(path)
+        border = len(file.tokens) // 3
+        for number, part in enumerate((slice(0, border), slice(border, None))):
+            ids, starts = file.tokens[part], file.documents.astype(int)
+            inside = starts[(starts >= part.start) & (starts < part.start + len(ids))] - part.start
+            name = tmp_path / f"{path.stem}_{number}.npy"
+            with TokenFileWriter(name, vocab_size=64, tokenizer_sha256="a" * 64) as writer:
+                writer.append(np.asarray(ids), documents=inside)
+                writer.finish(num_bytes=3 * len(ids), source_sha256=f"{number}" * 64)
+    return tmp_path
+
+
+@pytest.fixture
+def on_shards(tiny, shards):
+    named = (
+        f'data.train="{shards}/train_*.npy"',
+        f'data.valid=["{shards}/valid_0.npy", "{shards}/valid_1.npy"]',
+    )
+    return lambda *more: tiny("run.name=shards", *named, *more)
+
+
+@pytest.mark.parametrize("sampling", ["windows", "packed"])
+def test_a_run_on_shards_is_the_run_on_one_file(sampling, tiny, on_shards, shards):
+    whole, parts = tiny(f"data.sampling={sampling}"), on_shards(f"data.sampling={sampling}")
+    for recipe in (whole, parts):
+        train_here(recipe)
+    assert_same_state(newest(whole), newest(parts))
+    assert losses(whole, "final") == losses(parts, "final") != []
+    assert load_recipe(parts.run.path / "recipe.toml") == parts
+    result = evaluate_run(parts.run.path)
+    assert result.loss == losses(parts, "final")[0][1]
+    assert evaluate_run(parts.run.path, tokens=shards / "valid_?.npy") == result
+    assert "valid_0.npy" in result.tokens_file
+    assert "valid_1.npy" in result.tokens_file
+
+
+def test_resuming_needs_the_same_shards_in_the_same_order(on_shards, shards):
+    train_here(on_shards(), stop_at_step=1)
+    first, second = (f'"{shards}/train_{number}.npy"' for number in (0, 1))
+    train_here(on_shards(f"data.train=[{first}, {second}]"), stop_at_step=2)
+    for others in (f"[{second}, {first}]", first):
+        with raises(UsageError, "resume.other_recipe", "data.train"):
+            train_here(on_shards(f"data.train={others}"))
+
+
+def test_missing_shards_are_refused_by_key_and_name(on_shards, shards):
+    for key, code in (("train", "data.no_tokens"), ("valid", "data.no_tokens")):
+        for name in (f'"{shards}/none_*.npy"', f'["{shards}/train_1.npy", "{shards}/none_*.npy"]'):
+            with raises(UsageError, code, "none_*.npy", f"data.{key}"):
+                train_here(on_shards(f"data.{key}={name}"))
+    with raises(UsageError, "tokens.twice", "train_0.npy"):
+        plan(on_shards(f'data.train=["{shards}/train_*.npy", "{shards}/train_0.npy"]'))
+
+
+def test_shards_are_verified(on_shards, shards):
+    assert verify_resume(on_shards(), steps=2).ok
+    result = verify_path(shards / "train_*.npy")
+    assert [check.ok for check in result.checks] == [True, True]
+    (shards / "train_1.npy").write_bytes((shards / "train_1.npy").read_bytes()[:-2])
+    assert [check.ok for check in verify_path(shards / "train_*.npy").checks] == [True, False]
