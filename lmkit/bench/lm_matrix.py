@@ -122,7 +122,7 @@ def check(recipe: Any) -> None:
 
     options, needed = recipe.bench_table("lm_matrix"), NUM_BYTES
     if (path := options.tokens) is not None and path.suffix in SUFFIXES:
-        from lmkit.data.token_files import open_tokens
+        from lmkit.data.shards import open_tokens
 
         needed = open_tokens(path).meta.vocab_size
     elif path is not None and not path.is_file():
@@ -303,9 +303,8 @@ def tokens_of(options: Options, seed: int) -> Tokens:
     import numpy as np
 
     from lmkit.data.corpora import opened
-    from lmkit.data.shards import SUFFIXES
+    from lmkit.data.shards import SUFFIXES, open_tokens
     from lmkit.data.synth import generate_stories
-    from lmkit.data.token_files import open_tokens
 
     if options.tokens is None:
         text = b"\n".join(story.encode() for story in islice(generate_stories(seed), STORIES))

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from lmkit.bench.tokenizer import Job
-from lmkit.data.token_files import open_tokens
+from lmkit.data.shards import open_tokens
 from lmkit.storage.inputs import read_input
 from lmkit.tokenizer import END_OF_TEXT, PATTERN, Tokenizer, train_tokenizer
 from lmkit.tokenizer.chunks import exact_chunks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -71,19 +71,25 @@ def encode(
     field: str | None = None,
     separator: str | None = None,
     end_of_text: str | None = None,
+    format: Literal["npy", "bin"] = "npy",  # noqa: A002  the option's name
+    shard_tokens: Annotated[int | None, typer.Option(min=1)] = None,
     force: bool = False,
 ) -> Result:
     """Encode text files into a token file.
 
     Args:
-        output: The token file (.npy) to write.
+        output: The token file (.npy) to write; of .bin shards, NAME in NAME_000000.bin, or a folder.
+        format: npy: one file with its description; bin: shards as llm.c and modded-nanogpt read them.
+        shard_tokens: Tokens of each .bin shard but the last; default: 100,000,000.
         separator: What ends a document in text files (the text of a JSON object is one document); default: the
             end-of-text token, as the tokenizer writes it.
         end_of_text: Special token that ends every document; default: what the tokenizer's files say.
         tokenizer: A tokenizer.json: lmkit tokenizer train makes one.
     """
-    from lmkit.data.encoding import encode_corpus
+    from lmkit.data.bin_files import bin_name, written
+    from lmkit.data.encoding import SHARD_TOKENS, encode_corpus
     from lmkit.data.token_files import PARTS
+    from lmkit.errors import some_of
     from lmkit.storage.outputs import refuse_replacing
     from lmkit.tokenizer import Tokenizer
 
@@ -97,10 +103,14 @@ def encode(
             errors=errors,
             field=field,
             separator=separator,
+            format=format,
+            shard_tokens=shard_tokens or SHARD_TOKENS,
             force=force,
             progress=progress,
         )
-    return Result(statement(f"wrote {output}", _size(meta)), {"output": output, **_counts(meta)})
+    shards = written(bin_name(output)) if format == "bin" else [output]
+    fields = {"output": shards[0] if format == "npy" else shards, **_counts(meta)}
+    return Result(statement(f"wrote {some_of(shards)}", _size(meta)), fields)
 
 
 @app.add("lmkit data inspect artifacts/runs/quickstart/tokens/train.npy")
@@ -108,20 +118,19 @@ def inspect(paths: list[Path], tokenizer: Path | None = None) -> Result:
     """Check a token file, or several as one, and show what is in it.
 
     Args:
-        paths: A token file (.npy), or several in this order; a glob names them sorted.
+        paths: A token file (.npy or .bin), or several in this order; a glob names them sorted.
         tokenizer: A tokenizer.json, to show the text.
     """
-    from lmkit.data.shards import name_of
-    from lmkit.data.token_files import open_tokens
+    from lmkit.data.shards import name_of, open_tokens, with_num_bytes
     from lmkit.tokenizer import Tokenizer
 
     loaded = None if tokenizer is None else Tokenizer.load(tokenizer)
-    file = open_tokens(paths, tokenizer_sha256=None if loaded is None else loaded.sha256)
+    file = with_num_bytes(open_tokens(paths, tokenizer=loaded), loaded)
     meta, dtype, head = file.meta, str(file.tokens.dtype), file.tokens[:PREVIEW_TOKENS].tolist()
     preview = " ".join(map(str, head)) if loaded is None else repr(loaded.decode(head))
     lines = [
         statement(name_of(paths), _size(meta, dtype)),
-        f"vocabulary {meta.vocab_size:,}, tokenizer {meta.tokenizer_sha256[:12]}",
+        f"vocabulary {meta.vocab_size:,}, tokenizer {meta.tokenizer_sha256[:12] or 'not known'}",
         enumeration("begins", [preview]),
     ]
     identity = {"vocab_size": meta.vocab_size, "tokenizer_sha256": meta.tokenizer_sha256}
@@ -137,5 +146,5 @@ def _size(meta: TokenMeta, dtype: str = "") -> str:
     tokens = f"{meta.num_tokens:,} tokens" + (f" ({dtype})" if dtype else "")
     if meta.counted_tokens is not None:
         tokens += f", of which {meta.counted_tokens:,} count"
-    ratio = f"{meta.num_bytes / max(meta.num_tokens, 1):.2f} bytes per token"
-    return f"{tokens}, {meta.num_documents:,} documents, {ratio}"
+    ratio = f", {meta.num_bytes / max(meta.num_tokens, 1):.2f} bytes per token" if meta.num_bytes else ""
+    return f"{tokens}, {meta.num_documents:,} documents{ratio}"

@@ -26,8 +26,8 @@ from lmkit.cli.console import Result
 from lmkit.cli.ranks import alone, follow, leading
 from lmkit.data.corpora import check_corpus, mark_of, prepare_corpus, refuse_directory
 from lmkit.data.encoding import encode_chat, encode_corpus
-from lmkit.data.shards import shard_paths
-from lmkit.data.token_files import PARTS, SIDECAR, open_tokens
+from lmkit.data.shards import open_tokens, shard_paths
+from lmkit.data.token_files import PARTS, SIDECAR
 from lmkit.errors import UsageError, some_of
 from lmkit.measure.tables import size_of, statement
 from lmkit.parallel.place import read_place

@@ -23,7 +23,8 @@ __getattr__, __dir__, __all__ = lazy.exports(
         "download": ("Dataset", "RemoteFile", "download_dataset"),
         "corpora": ("CorpusFiles", "plain_text_files", "prepare_corpus"),
         "encoding": ("encode_corpus",),
-        "token_files": ("TokenFile", "TokenFileWriter", "TokenMeta", "open_tokens"),
+        "shards": ("open_tokens",),
+        "token_files": ("TokenFile", "TokenFileWriter", "TokenMeta"),
         "lmkit.core.batches": ("BatchSource", "RandomTokens", "TokenBatches", "evaluation_windows"),
     },
 )

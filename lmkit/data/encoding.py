@@ -9,15 +9,16 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
+from lmkit.data.bin_files import BinWriter, bin_name, bin_writer, shard_name, written
 from lmkit.data.corpora import PathOrPaths, as_paths, blank_behind, mark_of, opened, plain_text_files
 from lmkit.data.json_lines import holds_json, json_records, messages_of
 from lmkit.data.token_files import DOCUMENTS, PARTS, SIDECAR, TokenFileWriter, TokenMeta
@@ -34,6 +35,8 @@ from lmkit.tokenizer.pretokenize import AddedToken, SpecialTokens
 if TYPE_CHECKING:
     from lmkit.tokenizer.chat import ChatTemplate
 
+SHARD_TOKENS = 100_000_000
+MakeWriter = Callable[[], AbstractContextManager[TokenFileWriter | BinWriter]]
 _log = logging.getLogger("lmkit")
 _TAIL_BYTES = 4096  # the end of a source, which is searched for its last end-of-text token
 
@@ -47,10 +50,12 @@ def encode_corpus(
     errors: ErrorMode = "strict",
     field: str | None = None,
     separator: str | None = None,
+    format: Literal["npy", "bin"] = "npy",  # noqa: A002  the option's name
+    shard_tokens: int = SHARD_TOKENS,
     force: bool = False,
     progress: Progress | None = None,
 ) -> TokenMeta:
-    """Encode UTF-8 text files into one token file, in memory that does not grow with their size.
+    """Encode UTF-8 text files into one token file or `.bin` shards, in memory that does not grow with their size.
 
     A document ends with the tokenizer's end-of-text token (`Tokenizer.marks`), at each `separator` and at the end of
     each source; white space behind the last separator of a source is no document. The tokenizer's prefix and suffix
@@ -58,12 +63,15 @@ def encode_corpus(
 
     Args:
         sources: one path or several; `.jsonl`, `.ndjson` and `.json` hold documents under a key of JSON objects.
-        output: the token file; ends in `.npy`.
+        output: the token file; ends in `.npy`. Of `.bin` shards, NAME in `NAME_000000.bin`, or a folder, whose name
+            they get.
         workers: threads that encode; 0 takes one per usable CPU. The file does not depend on it.
         errors: stop at text that is not UTF-8 ("strict") or read it as U+FFFD ("replace").
         field: the key of a JSON object that holds the text; None: "text". Refused where no source holds JSON.
         separator: what ends a document in text files; None: the end-of-text token, as the tokenizer writes it. The
             text of a JSON object is one document; a separator at its end is left out.
+        format: "bin": shards as of llm.c, in which the end-of-text token comes before each document.
+        shard_tokens: tokens of each `.bin` shard but the last.
         force: overwrite `output`.
         progress: called with ("encode", bytes done, bytes in all).
 
@@ -71,18 +79,27 @@ def encode_corpus(
         UsageError: a source is missing ("text.unreadable") or all are empty ("text.empty"); `separator` is empty
             ("corpus.empty_separator"); `output`, or the .documents beside it, exists ("output.exists"); `output` does
             not end in `.npy` ("tokens.name") or would replace a source ("output.replaces_source"); there are several
-            documents, and the tokenizer has no end-of-text token ("tokenizer.no_end_of_text").
+            documents, and the tokenizer has no end-of-text token ("tokenizer.no_end_of_text"); or a `.bin` file has
+            no room for its ids ("tokens.bin_vocabulary").
         LmkitError: a source is not UTF-8 ("text.not_utf8") or changed while it was read ("corpus.changed").
     """
-    output = Path(output)
-    paths = as_paths(sources)
-    if output.suffix != ".npy":
-        hint = f"name it {output.with_suffix('.npy')}"
+    output, paths = Path(output), as_paths(sources)
+    if format == "bin":
+        name = bin_name(output)
+        refuse_existing(next(iter(written(name)), shard_name(name, 0)), force=force)
+        refuse_replacing(written(name), paths)
+        make_writer: MakeWriter = partial(bin_writer, name, tokenizer, shard_tokens)
+    elif output.suffix != ".npy":
+        hint = f"name it {output.with_suffix('.npy')}" + ", or add --format bin" * (output.suffix == ".bin")
         raise UsageError("tokens.name", f"{output}: a token file ends in .npy", hint=hint)
-    refuse_existing(output, force=force)
-    refuse_replacing(map(output.with_suffix, PARTS), paths)
-    if not output.with_suffix(SIDECAR).exists():  # else a part of a token file
-        refuse_existing(output.with_suffix(DOCUMENTS), force=force)
+    else:
+        refuse_existing(output, force=force)
+        refuse_replacing(map(output.with_suffix, PARTS), paths)
+        if not output.with_suffix(SIDECAR).exists():  # else a part of a token file
+            refuse_existing(output.with_suffix(DOCUMENTS), force=force)
+        make_writer = partial(
+            TokenFileWriter, output, vocab_size=tokenizer.vocab_size, tokenizer_sha256=tokenizer.sha256
+        )
     if separator == "":
         hint = "leave it out: a document ends with the end-of-text token, and with its file"
         raise UsageError("corpus.empty_separator", "--separator: is empty", hint=hint)
@@ -103,7 +120,7 @@ def encode_corpus(
             known = {token: i for token, i in specials.ids.items() if token.text != mark}
             specials = SpecialTokens({**known, AddedToken(mark): tokenizer.special_ids[end]})
         files = TextFiles(texts, specials, errors)
-        return _Encoding(files, tokenizer, mark, paths).write(output, workers or usable_cpus(), progress)
+        return _Encoding(files, tokenizer, mark, paths).write(make_writer, workers or usable_cpus(), progress)
 
 
 class _Encoded(NamedTuple):
@@ -133,7 +150,7 @@ class _Encoding:
         # Whether tokens have other bytes than the text.
         self._is_sized = tokenizer.nfc or bool(tokenizer.missing_bytes)
 
-    def write(self, output: Path, workers: int, progress: Progress | None) -> TokenMeta:
+    def write(self, make_writer: MakeWriter, workers: int, progress: Progress | None) -> TokenMeta:
         tokenizer, files = self._tokenizer, self._files
         num_bytes = done_bytes = unknown_marks = open_size = 0
         inside: Counter[int] = Counter()
@@ -141,9 +158,7 @@ class _Encoding:
         # An encoder serves one thread.
         threads = [partial(self._encode, new_encoder(tokenizer.merge_table)) for _ in range(workers)]
         with (
-            TokenFileWriter(
-                output, vocab_size=tokenizer.vocab_size, tokenizer_sha256=tokenizer.sha256
-            ) as writer,
+            make_writer() as writer,
             closing(share_out(self._chunks(), threads)) as results,
         ):
             for chunk, encoded in results:

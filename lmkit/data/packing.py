@@ -1,9 +1,9 @@
 """Pack documents into rows without waste: an epoch has every token once as a target, and no padding.
 
-A document begins with the token before it in the file as an input, usually the end-of-text token of another one; its
-own end-of-text token is its last target. So n tokens take n places. Documents are drawn without replacement, shuffled
-anew in every epoch, and epochs follow one another without a gap: row g of a run is places g T to (g + 1) T of an
-endless stream, with T the context length. Nothing is kept between steps.
+A document begins with the token before it in the file as an input, usually the end-of-text token of another one; the
+end-of-text token that follows it is its last target. So n tokens take n places. Documents are drawn without
+replacement, shuffled anew in every epoch, and epochs follow one another without a gap: row g of a run is places g T
+to (g + 1) T of an endless stream, with T the context length. Nothing is kept between steps.
 
 A stream is made in blocks of `BLOCK` documents. The rows of a block are filled best fit: by one document or two that
 fit exactly, or else by the longest that fits. Where none fits, a document is cut, and what is left of it begins the
@@ -41,8 +41,9 @@ class PackedBatches(Sampler):
     """Batches of packed documents.
 
     Args:
-        tokens: as of `TokenBatches`. The last one also stands before the first document.
-        document_starts: positions at which documents begin, 0 first; the last document ends with the file.
+        tokens: as of `TokenBatches`. The last one also stands before a document that begins at position 0.
+        document_starts: positions at which documents begin; tokens before the first are no targets, and the last
+            document ends with the file.
         mask: of a `TokenFile`: targets that do not count are -1.
     """
 
@@ -55,6 +56,7 @@ class PackedBatches(Sampler):
         starts = self.document_starts[self.document_starts < len(self.tokens)]
         self._bounds = np.append(starts, len(self.tokens)).astype(np.int64)
         self._lengths = np.diff(self._bounds)
+        self._size = int(self._lengths.sum())
         # Caches of this object, not of the class: blocks and epochs are large.
         self._order = lru_cache(maxsize=2)(self._drawn)
         self._rows_of = lru_cache(maxsize=3)(self._packed)
@@ -64,7 +66,7 @@ class PackedBatches(Sampler):
         """The context length with as many visible tokens on average: a token sees only its own document."""
         context = self.context_length
         whole, rest = np.divmod(self._lengths, context)
-        return float((whole * context**2 + rest**2).sum() / len(self.tokens))
+        return float((whole * context**2 + rest**2).sum() / self._size)
 
     def rows(self, numbers: np.ndarray) -> Batch:
         parts = [self._read(piece) for row in numbers.tolist() for piece in self.pieces(row)]
@@ -86,10 +88,10 @@ class PackedBatches(Sampler):
         place, found = row * self.context_length, []
         end = place + self.context_length
         while place < end:
-            epoch, within = divmod(place, len(self.tokens))
+            epoch, within = divmod(place, self._size)
             _, begins = self._order(epoch)
             block = bisect_right(begins, within) - 1
-            start = epoch * len(self.tokens) + begins[block]
+            start = epoch * self._size + begins[block]
             number = place // self.context_length - start // self.context_length
             more = self._rows_of(epoch, block)[number]
             found += more
@@ -107,8 +109,8 @@ class PackedBatches(Sampler):
         """Return the rows of a block; the first and the last may be parts of rows."""
         order, begins = self._order(epoch)
         context = self.context_length
-        start = epoch * len(self.tokens) + begins[block]
-        end = epoch * len(self.tokens) + begins[block + 1]
+        start = epoch * self._size + begins[block]
+        end = epoch * self._size + begins[block + 1]
         cuts = [start, *range((start // context + 1) * context, end, context), end]
         documents = order[block * BLOCK : (block + 1) * BLOCK]
         bounds = zip(self._bounds[documents].tolist(), self._bounds[documents + 1].tolist(), strict=True)

@@ -1,4 +1,4 @@
-"""Read the tokens of several files, the shards, as one sequence."""
+"""Open token files: one, or several, the shards, as one sequence."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ import glob
 import hashlib
 import os
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lmkit.data.bin_files import open_bin
 from lmkit.data.corpora import PathOrPaths, as_paths
+from lmkit.data.token_files import TokenFile, TokenMeta, open_npy, parts, read_npy_meta
 from lmkit.errors import UsageError, some_of
+from lmkit.tokenizer import Tokenizer
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the batches need torch
     from lmkit.core.batches import Tokens
-    from lmkit.data.token_files import TokenFile, TokenMeta
 
-SUFFIXES = (".npy",)
+SUFFIXES = (".npy", ".bin")
 """Endings of token files."""
 
 
@@ -101,12 +103,87 @@ def split(tokens: Tokens, place: int) -> tuple[Tokens, Tokens]:
     return ShardedTokens(tokens._parts(0, place)), ShardedTokens(tokens._parts(place, len(tokens)))
 
 
-def joined(files: Sequence[TokenFile], meta: TokenMeta) -> TokenFile:
-    """Return open shards as one token file; `meta` is as `joined_meta` returns it."""
+def open_tokens(
+    paths: PathOrPaths,
+    *,
+    tokenizer_sha256: str | None = None,
+    tokenizer: Tokenizer | None = None,
+    vocab_size: int | None = None,
+) -> TokenFile:
+    """Open a token file for reading, or several, the shards, as one. They are read once to check that every id is in
+    the vocabulary.
+
+    Args:
+        paths: of one file or several, in this order; a glob names its files sorted by name.
+        tokenizer_sha256: `Tokenizer.sha256` of the tokenizer to use with the file.
+        tokenizer: the tokenizer itself. It says of `.bin` files, which do not, how many ids there are, and which of
+            them ends a document.
+        vocab_size: of `.bin` files without a tokenizer; None: one more than the largest id.
+
+    Raises:
+        UsageError: no such file ("tokens.missing"), no description ("tokens.not_described"), or another tokenizer
+            made it ("tokens.wrong_tokenizer"); shards of different tokenizers ("tokens.other_shard"), or a shard that
+            is named twice ("tokens.twice").
+        LmkitError: the file or its description is damaged ("tokens.damaged"), empty ("tokens.empty") or of
+            another format ("tokens.other_format").
+    """
+    shards = _existing(paths)
+    if tokenizer is not None:
+        tokenizer_sha256, vocab_size = tokenizer.sha256, tokenizer.vocab_size
+    about: dict[str, Any] = {"tokenizer_sha256": tokenizer_sha256 or "", "vocab_size": vocab_size}
+    about["end_of_text"] = None if tokenizer is None else tokenizer.end_of_text_id
+    _refuse_different({path: read_npy_meta(path) for path in shards if path.suffix == ".npy"})  # soon seen
+    files: list[TokenFile] = []
+    for path in shards:
+        if path.suffix == ".npy":
+            files.append(open_npy(path, tokenizer_sha256))
+        else:
+            files.append(open_bin(path, before=int(files[-1].tokens[-1]) if files else None, **about))
+    return _joined(shards, files)
+
+
+def with_num_bytes(file: TokenFile, tokenizer: Tokenizer | None) -> TokenFile:
+    """Return a token file whose description has the bytes of its text, from `.bin` files too; they are decoded."""
+    if tokenizer is None or file.meta.num_bytes:
+        return file
+    lengths = np.zeros(tokenizer.vocab_size, np.int32)
+    for token_id, token in tokenizer.vocab.items():
+        lengths[token_id] = len(token)
+    lengths[tokenizer.specials_in(np.arange(tokenizer.vocab_size))[0]] = 0
+    num_bytes = sum(int(lengths[part].sum(dtype=np.int64)) for _, part in parts(file.tokens))
+    return dataclasses.replace(file, meta=dataclasses.replace(file.meta, num_bytes=num_bytes))
+
+
+def read_meta(paths: PathOrPaths) -> TokenMeta:
+    """Return the description of a token file or of several as one. Errors are those of `open_tokens`."""
+    shards = _existing(paths)
+    if any(path.suffix != ".npy" for path in shards):
+        return open_tokens(shards).meta
+    return _joined_meta({path: read_npy_meta(path) for path in shards})
+
+
+def _existing(paths: PathOrPaths) -> list[Path]:
+    shards, hint = shard_paths(paths), "make one with: lmkit data encode"
+    for path in shards:
+        if path.is_dir() or not path.exists():
+            what = "is a folder, not a token file" if path.is_dir() else "no such token file"
+            raise UsageError("tokens.missing", f"{path}: {what}", hint=hint)
+        if path.suffix not in SUFFIXES:
+            raise UsageError("tokens.name", f"{path}: a token file ends in .npy or .bin", hint=hint)
+    return shards
+
+
+def _joined(paths: Sequence[Path], files: Sequence[TokenFile]) -> TokenFile:
+    """Return open shards as one token file."""
     if len(files) == 1:
         return files[0]
+    meta = _joined_meta({path: file.meta for path, file in zip(paths, files, strict=True)})
     lengths = [len(file.tokens) for file in files]
     offsets = np.cumsum([0, *lengths[:-1]]).astype("<u8")
+    for path, file in zip(paths, files, strict=True):
+        if file.tokens.dtype != files[0].tokens.dtype:
+            message = f"{path}: holds {file.tokens.dtype}, but {paths[0]} {files[0].tokens.dtype}"
+            raise UsageError("tokens.other_shard", message, hint="name shards of one kind")
     changes: dict[str, Any] = {}
     if meta.counted_tokens is not None:
         bits = [
@@ -125,24 +202,34 @@ def joined(files: Sequence[TokenFile], meta: TokenMeta) -> TokenFile:
     )
 
 
-def joined_meta(paths: Sequence[Path], metas: Sequence[TokenMeta]) -> TokenMeta:
-    """Return the description of all shards together; refuse those of different tokenizers ("tokens.other_shard")."""
-    first = metas[0]
-    if len(metas) == 1:
-        return first
-    for path, meta in zip(paths, metas, strict=True):
-        for key in ("tokenizer_sha256", "vocab_size"):
-            if (theirs := getattr(meta, key)) != (ours := getattr(first, key)):
-                message = f"{path}: has {key} {str(theirs)[:12]}, but {paths[0]} has {str(ours)[:12]}"
+def _refuse_different(metas: Mapping[Path, TokenMeta]) -> None:
+    """Refuse shards of different tokenizers ("tokens.other_shard")."""
+    for path, meta in metas.items():
+        first = next(iter(metas))
+        # The vocabulary of a `.bin` file may be just that of the ids in it.
+        for key in ("tokenizer_sha256", "vocab_size") if path.suffix == ".npy" else ("tokenizer_sha256",):
+            if (theirs := getattr(meta, key)) != (ours := getattr(metas[first], key)):
+                message = f"{path}: has {key} {str(theirs)[:12]}, but {first} has {str(ours)[:12]}"
                 hint = "shards need one tokenizer: encode all of them with the same one"
                 raise UsageError("tokens.other_shard", message, hint=hint)
+
+
+def _joined_meta(by_path: Mapping[Path, TokenMeta]) -> TokenMeta:
+    """Return the description of all shards together."""
+    _refuse_different(by_path)
+    metas = [*by_path.values()]
+    if len(metas) == 1:
+        return metas[0]
     content = "".join(f"{meta.num_tokens} {meta.source_sha256}\n" for meta in metas)
     changes: dict[str, Any] = {"source_sha256": hashlib.sha256(content.encode()).hexdigest()}
     for key in ("num_tokens", "num_documents", "num_bytes"):
         changes[key] = sum(getattr(meta, key) for meta in metas)
+    if not all(meta.num_bytes for meta in metas):  # of some it is not known
+        changes["num_bytes"] = 0
     if any(meta.counted_tokens is not None for meta in metas):
         for key, everything in (("counted_tokens", "num_tokens"), ("counted_bytes", "num_bytes")):
             is_masked = [meta.counted_tokens is not None for meta in metas]
             named = [key if masked else everything for masked in is_masked]
             changes[key] = sum(getattr(meta, name) or 0 for meta, name in zip(metas, named, strict=True))
-    return dataclasses.replace(first, **changes)
+    changes["vocab_size"] = max(meta.vocab_size for meta in metas)
+    return dataclasses.replace(metas[0], **changes)

@@ -16,7 +16,7 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -27,8 +27,6 @@ from numpy.lib import format as npy
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from lmkit.data.corpora import PathOrPaths
-from lmkit.data.shards import joined, joined_meta, shard_paths
 from lmkit.errors import LmkitError, UsageError, reason
 from lmkit.recipe.run_folder import RECIPE, read_record, token_file
 from lmkit.storage.atomic import atomic_path, write_atomic
@@ -58,7 +56,8 @@ class TokenMeta:
     """The description of a token file, as its `.json` file holds it.
 
     Attributes:
-        num_bytes: size of the text; special tokens have none.
+        tokenizer_sha256: "": not known, of a `.bin` file.
+        num_bytes: size of the text; special tokens have none. 0: not known, of a `.bin` file.
         source_sha256: SHA-256 of the text files, concatenated; of several shards, of their numbers and hashes.
         counted_tokens, counted_bytes: tokens that count as targets, and their text; None: all of them.
     """
@@ -219,28 +218,9 @@ class TokenFileWriter:
         return self._meta
 
 
-def open_tokens(paths: PathOrPaths, *, tokenizer_sha256: str | None = None) -> TokenFile:
-    """Open a token file for reading, or several, the shards, as one. They are read once to check that every id is in
-    the vocabulary.
-
-    Args:
-        paths: of one file or several, in this order; a glob names its files sorted by name.
-        tokenizer_sha256: `Tokenizer.sha256` of the tokenizer to use with the file.
-
-    Raises:
-        UsageError: no such file ("tokens.missing"), no description ("tokens.not_described"), or another tokenizer
-            made it ("tokens.wrong_tokenizer"); shards of different tokenizers ("tokens.other_shard"), or a shard that
-            is named twice ("tokens.twice").
-        LmkitError: the file or its description is damaged ("tokens.damaged"), empty ("tokens.empty") or of
-            another format ("tokens.other_format").
-    """
-    shards = shard_paths(paths)
-    meta = joined_meta(shards, list(map(_read_meta, shards)))  # before much is read
-    return joined([_open(path, tokenizer_sha256) for path in shards], meta)
-
-
-def _open(path: Path, tokenizer_sha256: str | None) -> TokenFile:
-    meta = _read_meta(path)
+def open_npy(path: Path, tokenizer_sha256: str | None) -> TokenFile:
+    """Open one `.npy` file; see `lmkit.data.shards.open_tokens`."""
+    meta = read_npy_meta(path)
     tokens = _map(path, meta)
     if tokenizer_sha256 is not None and tokenizer_sha256 != meta.tokenizer_sha256:
         message = f"{path}: made with tokenizer {meta.tokenizer_sha256}, not with {tokenizer_sha256}"
@@ -263,19 +243,8 @@ def _way_back(path: Path) -> str:
     return f"move {path} away and make it again with: {again}"
 
 
-def read_meta(paths: PathOrPaths) -> TokenMeta:
-    """Return the description of a token file or of several as one. Errors are those of `open_tokens`."""
-    shards = shard_paths(paths)
-    return joined_meta(shards, list(map(_read_meta, shards)))
-
-
-def _read_meta(path: Path) -> TokenMeta:
-    make_one = "make one with: lmkit data encode"
-    if path.is_dir() or not path.exists():
-        what = "is a folder, not a token file" if path.is_dir() else "no such token file"
-        raise UsageError("tokens.missing", f"{path}: {what}", hint=make_one)
-    if path.suffix != ".npy":
-        raise UsageError("tokens.name", f"{path}: a token file ends in .npy", hint=make_one)
+def read_npy_meta(path: Path) -> TokenMeta:
+    """Return the description of one `.npy` file."""
     if not os.path.lexists(sidecar := path.with_suffix(SIDECAR)):
         hint = f"lmkit.data.TokenFileWriter writes ids of your own; if lmkit wrote it: {_way_back(path)}"
         message = f"{path}: no {sidecar.name} beside it describes it"
@@ -318,13 +287,25 @@ def _map(path: Path, meta: TokenMeta) -> np.ndarray:
     if length == 0:
         raise LmkitError("tokens.empty", f"{path}: no tokens in it", hint="encode a text that is not empty")
     tokens = np.memmap(path, expected, "r", offset, (length,))
-    for start in range(0, length, _CHECK_TOKENS) if meta.vocab_size < 1 << 8 * expected.itemsize else ():
-        part = tokens[start : start + _CHECK_TOKENS]
-        if int(part.max()) >= meta.vocab_size:
-            at = int(np.argmax(part >= meta.vocab_size))
-            where = f"token {int(part[at])} at position {start + at}"
-            raise _damaged(path, f"{path}: {where}, but the vocabulary has {meta.vocab_size}")
+    if meta.vocab_size < 1 << 8 * expected.itemsize:
+        for start, part in parts(tokens):
+            if (wrong := beyond(part, start, meta.vocab_size)) is not None:
+                raise _damaged(path, f"{path}: {wrong}")
     return tokens
+
+
+def parts(tokens: Tokens) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield positions and the tokens from there on, so many that their check needs little memory."""
+    for start in range(0, len(tokens), _CHECK_TOKENS):
+        yield start, tokens[start : start + _CHECK_TOKENS]
+
+
+def beyond(part: np.ndarray, start: int, vocab_size: int) -> str | None:
+    """Return which of the tokens from position `start` on is beyond the vocabulary, for messages; None: none is."""
+    if int(part.max()) < vocab_size:
+        return None
+    at = int(np.argmax(part >= vocab_size))
+    return f"token {int(part[at])} at position {start + at}, but the vocabulary has {vocab_size}"
 
 
 def _map_mask(path: Path, meta: TokenMeta) -> np.ndarray:

@@ -297,8 +297,10 @@ class DataConfig(Table):
     """`[data]`: token files and how batches are drawn from them."""
 
     train: Paths | None = None
-    """Token file (.npy), or several as one: an array of paths, or a glob such as `tokens/train_*.npy`, whose files
-    follow one another sorted by name. Default: the file that `lmkit run` made in the run folder."""
+    """Token file (.npy; or .bin, as llm.c and modded-nanogpt write them), or several as one: an array of paths, or a
+    glob such as `tokens/train_*.npy`, whose files follow one another sorted by name. Files that end in .bin need
+    `model.vocab_size`, or `tokenizer.path` for bits per byte, too. Default: the file that `lmkit run` made in the run
+    folder."""
     valid: Paths | None = None
     """Held-out token file, or several; default: the file that `lmkit run` made."""
     source: Literal["tokens", "random"] = "tokens"

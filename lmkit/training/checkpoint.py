@@ -157,7 +157,7 @@ class LossScaleState(tables.Table):
 
 
 class DataIdentity(tables.Table):
-    """The token file that the batches come from. A resumed run must find the same one."""
+    """The token file, or all shards in their order, that the batches come from. A resumed run must find the same."""
 
     num_tokens: tables.Int64
     vocab_size: tables.PositiveInt

@@ -23,8 +23,8 @@ from lmkit.core.ranges import range_
 from lmkit.data.corpora import PathOrPaths, opened
 from lmkit.data.encoding import encode_corpus
 from lmkit.data.json_lines import json_records
-from lmkit.data.shards import name_of, shard_paths
-from lmkit.data.token_files import TokenFile, check_length, document_starts, open_tokens
+from lmkit.data.shards import name_of, open_tokens, shard_paths, with_num_bytes
+from lmkit.data.token_files import TokenFile, check_length, document_starts
 from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.tables import Column, terminal_table
 from lmkit.model.memory import tokens_per_slice
@@ -97,10 +97,12 @@ def _opened_text(
         if missing:
             hint = "name a token file or a text: lmkit evaluate RUN --tokens FILE.npy, or --text FILE"
             raise UsageError("data.no_tokens", f"{missing[0]}: no held-out token file", hint=hint)
-        known = trained.weights.tokenizer_sha256
-        if known is None and trained.weights.tokenizer is not None:
-            known = trained.weights.open_tokenizer().sha256
-        opened = open_tokens(shards, tokenizer_sha256=known)
+        weights = trained.weights
+        known: Any = {"tokenizer_sha256": weights.tokenizer_sha256, "vocab_size": weights.config.vocab_size}
+        is_bin = any(path.suffix == ".bin" for path in shards)
+        if weights.tokenizer is not None and (is_bin or weights.tokenizer_sha256 is None):
+            known = {"tokenizer": weights.open_tokenizer()}
+        opened = with_num_bytes(open_tokens(shards, **known), known.get("tokenizer"))
         if tokens is None:
             refuse_changed_files(shards, other="--tokens FILE.npy")
         trained.weights.refuse_more_ids(opened.meta.vocab_size, shards[0])

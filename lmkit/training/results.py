@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from lmkit.data.shards import shard_paths
-from lmkit.data.token_files import SIDECAR, TokenMeta, read_meta
+from lmkit.data.shards import read_meta, shard_paths
+from lmkit.data.token_files import SIDECAR, TokenMeta
 from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.plots import decorate, loss_curve
 from lmkit.measure.statistics import mean_difference
@@ -182,7 +182,7 @@ def _recipes(path: Path, found: Sequence[Path]) -> list[Recipe]:
 
 
 def _is_described(path: Path) -> bool:
-    return path.is_file() and path.with_suffix(SIDECAR).is_file()
+    return path.is_file() and (path.suffix == ".bin" or path.with_suffix(SIDECAR).is_file())
 
 
 def _are_one_text(metas: Sequence[TokenMeta]) -> bool:

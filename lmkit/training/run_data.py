@@ -11,7 +11,8 @@ from typing import Any
 from lmkit.core.batches import BatchSource, RandomTokens, TokenBatches
 from lmkit.data import token_files
 from lmkit.data.corpora import PathOrPaths
-from lmkit.data.shards import name_of, shard_paths
+from lmkit.data.shards import name_of, open_tokens, shard_paths, with_num_bytes
+from lmkit.data.token_files import TokenFile
 from lmkit.errors import UsageError
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.load import required
@@ -28,8 +29,8 @@ from lmkit.training.checkpoint import DataIdentity
 class Data:
     """The token files of a run, and what a resumed run must find again of the first; None for random tokens."""
 
-    train: token_files.TokenFile | None = None
-    valid: token_files.TokenFile | None = None
+    train: TokenFile | None = None
+    valid: TokenFile | None = None
     identity: DataIdentity | None = None
 
 
@@ -38,24 +39,53 @@ def open_data(recipe: Recipe) -> Data:
     if recipe.data.source == "random":
         return Data()
     train_paths, valid_paths = token_paths(recipe)
-    train = token_files.open_tokens(train_paths)
-    valid = token_files.open_tokens(valid_paths) if has_valid(recipe) else None
-    ours, own, table = train.meta.tokenizer_sha256, recipe.run.path / TOKENIZER, recipe.tokenizer
+    own, table = recipe.run.path / TOKENIZER, recipe.tokenizer
     named = own if table is None or table.path is None else table.path
+    end_of_text = None if table is None else table.end_of_text
+    tokenizers = {
+        path: Tokenizer.load(path, end_of_text=None if path == own else end_of_text)
+        for path in {named, own}
+        if path.exists()
+    }
+    train = _open(recipe, train_paths, tokenizers.get(named))
+    valid = None
+    if has_valid(recipe):
+        valid = with_num_bytes(_open(recipe, valid_paths, tokenizers.get(named)), tokenizers.get(named))
+    ours = train.meta.tokenizer_sha256
     if valid is not None and valid.meta.tokenizer_sha256 != ours:
-        theirs = f"encoded with tokenizer {valid.meta.tokenizer_sha256[:12]}"
-        message = f"{name_of(valid_paths)}: {theirs}, but {name_of(train_paths)} with {ours[:12]}"
+        ours, theirs = (sha256[:12] or "not known" for sha256 in (ours, valid.meta.tokenizer_sha256))
+        message = f"{name_of(valid_paths)}: its tokenizer is {theirs}, that of {name_of(train_paths)} {ours}"
         raise UsageError("data.other_tokenizer", message, hint="encode both with the same tokenizer")
     # `lmkit generate` will read and write with the run's tokenizer.
-    for path in {named, own}:
-        end = None if path == own or table is None else table.end_of_text
-        if path.exists() and (theirs := Tokenizer.load(path, end_of_text=end).sha256) != ours:
+    for path, tokenizer in tokenizers.items():
+        if (theirs := tokenizer.sha256) != ours:
             hint = "encode the text again, or name its tokenizer: --set tokenizer.path=FILE"
             if path == own != named:
                 hint = "move it away, or name a new run: --set run.name=..."
             message = f"{name_of(train_paths)}: made with tokenizer {ours}, but {path} is {theirs}"
             raise UsageError("data.other_tokenizer", message, hint=hint)
     return Data(train, valid, DataIdentity.model_validate(train.meta, from_attributes=True))
+
+
+def _open(recipe: Recipe, paths: PathOrPaths, tokenizer: Tokenizer | None) -> TokenFile:
+    """Open token files. Only those that end in .npy say by themselves which tokenizer they have."""
+    if all(path.suffix == ".npy" for path in shard_paths(paths)):
+        return open_tokens(paths)
+    vocab_size = None if recipe.model is None else recipe.model.vocab_size
+    if tokenizer is None and vocab_size is None:
+        message = f"{name_of(paths)}: .bin files do not say how many ids there are (key model.vocab_size)"
+        hint = "give it: --set model.vocab_size=50304 for GPT-2's; or name their tokenizer: tokenizer.path"
+        raise UsageError("data.no_vocabulary", message, hint=hint)
+    return open_tokens(paths, tokenizer=tokenizer, vocab_size=vocab_size)
+
+
+def notes_on(data: Data) -> list[str]:
+    """Return lines for people on the data of a run."""
+    if data.valid is None or data.valid.meta.tokenizer_sha256:
+        return []
+    return [
+        "held-out loss in nats only: bits per byte need the tokenizer of the .bin files, key tokenizer.path"
+    ]
 
 
 def keep_tokenizer(recipe: Recipe) -> None:
@@ -113,7 +143,7 @@ def refuse_changed(recipe: Recipe) -> None:
 def refuse_changed_files(paths: PathOrPaths, *, other: str) -> None:
     """Refuse a token file that is not as `lmkit run` made it; `other` is the option that names another, for the hint.
     It is read only if its size or time changed."""
-    named = [tokens for tokens in shard_paths(paths) if tokens.name]  # "/", or "": what opens it says so
+    named = [tokens for tokens in shard_paths(paths) if tokens.suffix == ".npy"]
     for path in [tokens.with_suffix(part) for tokens in named for part in token_files.PARTS]:
         folder = path.parent.parent
         made, noted = made_files(folder)

@@ -10,8 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from lmkit.data.shards import shard_paths
-from lmkit.data.token_files import open_tokens
+from lmkit.data.shards import SUFFIXES, open_tokens, shard_paths
 from lmkit.errors import LmkitError, UsageError, reason, some_of
 from lmkit.measure.tables import size_of
 from lmkit.parallel.ranks import local_device
@@ -207,7 +206,8 @@ def _size(path: Path) -> str:
 
 
 Look = Callable[[Path], str]
-_FILES: dict[str, Look] = {".npy": _token_file, ".json": _tokenizer, ".toml": _recipe, ".jsonl": _metrics}
+_FILES: dict[str, Look] = {".json": _tokenizer, ".toml": _recipe, ".jsonl": _metrics}
+_FILES |= dict.fromkeys(SUFFIXES, _token_file)
 _BY_NAME: dict[str, Look] = {
     run_folder.RECIPE: _recipe,
     run_folder.METRICS: _metrics,

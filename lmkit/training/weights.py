@@ -243,7 +243,7 @@ def weights_of(checkpoint: Checkpoint) -> GivenWeights:
     specs = _specs(path / MODEL, state.model, places)
     tokenizer = path.resolve().parent.parent / TOKENIZER  # of the run that holds it
     own = tokenizer if tokenizer.is_file() else None
-    trained_with = None if state.data is None else state.data.tokenizer_sha256
+    trained_with = None if state.data is None else state.data.tokenizer_sha256 or None
     return GivenWeights(path, state.model, own, trained_with, specs, places, state)
 
 
@@ -385,7 +385,7 @@ def open_given(recipe: Recipe, data: Data) -> GivenWeights:
     given = open_weights(path)
     if data.train is not None and given.tokenizer is not None:
         sha256 = given.open_tokenizer().sha256
-        if sha256 != data.train.meta.tokenizer_sha256:
+        if data.train.meta.tokenizer_sha256 not in ("", sha256):
             made = f"the token file was made with {data.train.meta.tokenizer_sha256[:12]}"
             message = f"train.init_from: {path} was trained with tokenizer {sha256[:12]}, {made}"
             own = shlex.quote(str(given.tokenizer))

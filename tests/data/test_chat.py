@@ -13,6 +13,7 @@ from lmkit.data import token_files
 from lmkit.data.corpora import prepare_corpus
 from lmkit.data.encoding import encode_chat
 from lmkit.data.json_lines import messages_of
+from lmkit.data.shards import open_tokens
 from lmkit.errors import LmkitError, UsageError
 from lmkit.recipe.tables import CorpusConfig
 from lmkit.tokenizer import Tokenizer
@@ -49,7 +50,7 @@ def test_words_of_the_assistant_count_and_survive(name, corpus, tmp_path):
     template = TEMPLATES[name]
     tokenizer = Tokenizer.from_merges([], ["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
     meta = encode_chat([corpus], tmp_path / "t.npy", tokenizer, template)
-    file = token_files.open_tokens(tmp_path / "t.npy", tokenizer_sha256=tokenizer.sha256)
+    file = open_tokens(tmp_path / "t.npy", tokenizer_sha256=tokenizer.sha256)
     between = "" if name == "plain" else "<|endoftext|>"
     text = "".join(template.render(talk) + between for talk in TALKS)
     assert tokenizer.decode(file.tokens) == text
@@ -67,7 +68,7 @@ def test_words_of_the_assistant_count_and_survive(name, corpus, tmp_path):
 def test_windows_mark_targets_that_do_not_count(tmp_path):
     flags = (np.random.default_rng(0).random(203) < 0.4).tolist()
     masked(tmp_path / "t.npy", flags)
-    file = token_files.open_tokens(tmp_path / "t.npy")
+    file = open_tokens(tmp_path / "t.npy")
     windows = list(evaluation_windows(file.tokens, 13, 4, mask=file.mask))
     assert [int(token) for rows, _ in windows for token in rows.flatten()] == list(range(202))
     assert (np.unpackbits(file.mask)[:203] == flags).all()
@@ -91,7 +92,7 @@ def test_a_damaged_mask_is_named(damage, tmp_path):
         changed = {"short": data[:-1], "long": data + b"\0", "flipped": b"\0" + data[1:]}
         mask.write_bytes(changed.get(damage, data[:-1] + bytes([data[-1] | 1])))
     with raises(LmkitError, "tokens.damaged", mask):
-        token_files.open_tokens(path)
+        open_tokens(path)
 
 
 def test_a_file_without_mask_is_described_as_ever(tmp_path):
@@ -152,7 +153,7 @@ def test_an_answer_of_weight_0_is_read_and_not_learned(tmp_path, prepared):
         path = prepare_corpus(table, tmp_path / "corpus").train[0]
     tokenizer = Tokenizer.from_merges([], ["<|endoftext|>"])
     encode_chat([path], tmp_path / "t.npy", tokenizer, TEMPLATES["plain"])
-    file = token_files.open_tokens(tmp_path / "t.npy")
+    file = open_tokens(tmp_path / "t.npy")
     assert file.mask is not None
     read = tokenizer.decode(file.tokens.tolist())
     assert all(word in read for word in ("no<", "never<", "not<", "bad<", "none<"))

@@ -7,7 +7,7 @@ from byte_tokenizers import of_bytes
 from raising import raises
 
 from lmkit.data.encoding import encode_corpus
-from lmkit.data.token_files import open_tokens
+from lmkit.data.shards import open_tokens
 from lmkit.errors import UsageError
 from lmkit.tokenizer import Tokenizer
 

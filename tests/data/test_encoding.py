@@ -12,7 +12,7 @@ from byte_tokenizers import of_bytes
 from raising import raises
 
 from lmkit.data.encoding import encode_corpus
-from lmkit.data.token_files import open_tokens
+from lmkit.data.shards import open_tokens
 from lmkit.errors import LmkitError, UsageError
 
 END = "<|endoftext|>"
@@ -108,7 +108,9 @@ KILLED = """
             sent.append(True)
             os.kill(os.getpid(), signal.{signal})
 
-    encode_corpus([Path(sys.argv[1])], Path(sys.argv[2]), Tokenizer.load(sys.argv[3]), workers=2, progress=die)
+    options = {{"format": sys.argv[4], "shard_tokens": 10_000}}
+    text, output, tokenizer = map(Path, sys.argv[1:4])
+    encode_corpus([text], output, Tokenizer.load(tokenizer), workers=2, progress=die, **options)
 """
 
 
@@ -118,7 +120,15 @@ def test_fault_39_killed_while_encoding(tokenizer, tmp_path, story, name):
     corpus.write_text(story * (3_000_000 // len(story)), "utf-8")
     tokenizer.save(tmp_path / "tokenizer.json")
     script = textwrap.dedent(KILLED).format(signal=name)
-    command = [sys.executable, "-c", script, str(corpus), str(output), str(tmp_path / "tokenizer.json")]
+    command = [
+        sys.executable,
+        "-c",
+        script,
+        str(corpus),
+        str(output),
+        str(tmp_path / "tokenizer.json"),
+        "npy",
+    ]
     killed = subprocess.run(command, capture_output=True, timeout=120)
     assert killed.returncode == -getattr(signal, name), killed.stderr
     left = {path.name for path in tmp_path.iterdir()} - {"corpus.txt", "tokenizer.json"}
@@ -128,6 +138,30 @@ def test_fault_39_killed_while_encoding(tokenizer, tmp_path, story, name):
     encode_corpus([corpus], tmp_path / "again.npy", tokenizer, workers=2)
     assert (tmp_path / "again.npy").read_bytes() == output.read_bytes()
     assert not list(tmp_path.glob("*.lmkit-partial"))
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGINT"])
+def test_fault_39_killed_while_encoding_shards(tokenizer, tmp_path, story, name):
+    corpus, output = tmp_path / "corpus.txt", tmp_path / "tokens"
+    corpus.write_text(story * (3_000_000 // len(story)), "utf-8")
+    tokenizer.save(tmp_path / "tokenizer.json")
+    script = textwrap.dedent(KILLED).format(signal=name)
+    command = [
+        sys.executable,
+        "-c",
+        script,
+        str(corpus),
+        str(output),
+        str(tmp_path / "tokenizer.json"),
+        "bin",
+    ]
+    killed = subprocess.run(command, capture_output=True, timeout=120)
+    assert killed.returncode == -getattr(signal, name), killed.stderr
+    assert not list(tmp_path.glob("*.bin"))
+    left = len(list(tmp_path.glob("tokens_*.bin.lmkit-partial")))
+    assert left == 0 if name == "SIGINT" else left > 10
+    encode_corpus([corpus], output, tokenizer, workers=1, format="bin")
+    assert [path.name for path in tmp_path.glob("tokens*")] == ["tokens_000000.bin"]
 
 
 def test_fault_40_output_exists(corpus, tokenizer, tmp_path):

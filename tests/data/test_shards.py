@@ -10,8 +10,8 @@ from raising import raises
 
 from lmkit.core.batches import TokenBatches, evaluation_windows, integers
 from lmkit.data.packing import PackedBatches, ShuffledBatches
-from lmkit.data.shards import ShardedTokens, shard_paths, split
-from lmkit.data.token_files import TokenFileWriter, open_tokens, read_meta
+from lmkit.data.shards import ShardedTokens, open_tokens, read_meta, shard_paths, split
+from lmkit.data.token_files import TokenFileWriter
 from lmkit.errors import UsageError
 
 LENGTHS = (301, 1, 202, 500)

@@ -8,7 +8,8 @@ import pytest
 from raising import raises
 
 from lmkit.data import token_files
-from lmkit.data.token_files import SIDECAR, TokenFileWriter, TokenMeta, open_tokens
+from lmkit.data.shards import open_tokens
+from lmkit.data.token_files import SIDECAR, TokenFileWriter, TokenMeta
 from lmkit.errors import LmkitError, UsageError
 from lmkit.recipe.run_folder import save_record
 from lmkit.storage.atomic import write_atomic
@@ -206,9 +207,9 @@ def test_missing_files_and_others_in_place_of_a_token_file(path, tmp_path):
     for missing in (tmp_path / "none.npy", tmp_path):
         with raises(UsageError, "tokens.missing", str(missing)):
             open_tokens(missing)
-    other = tmp_path / "tokens.bin"
+    other = tmp_path / "tokens.dat"
     other.write_bytes(path.read_bytes())
-    with raises(UsageError, "tokens.name", "tokens.bin"):
+    with raises(UsageError, "tokens.name", "tokens.dat"):
         open_tokens(other)
     path.with_suffix(SIDECAR).unlink()
     with raises(UsageError, "tokens.not_described", "tokens.json"):

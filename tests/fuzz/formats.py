@@ -19,7 +19,8 @@ import numpy as np
 from mutations import damage, damage_header, damage_text
 
 from lmkit.data.corpora import prepare_corpus
-from lmkit.data.token_files import TokenFileWriter, open_tokens
+from lmkit.data.shards import open_tokens
+from lmkit.data.token_files import TokenFileWriter
 from lmkit.recipe.load import load_recipe, recipe_to_toml, shipped_recipes, with_our_names
 from lmkit.recipe.tables import PRESETS, CorpusConfig
 from lmkit.tokenizer import Tokenizer
@@ -168,6 +169,25 @@ def token_file(folder: Path) -> Format:
         goods.append(content_of(folder))
     headers = (npy_header, npy_header, damage)
     return Format(goods, {"tokens.npy": headers, "tokens.json": TEXT, "tokens.mask": (damage,)}, read)
+
+
+@form("token file .bin")
+def bin_file(folder: Path) -> Format:
+    def read(folder: Path, good: Files, random: Random) -> None:
+        opened = open_tokens(folder / "tokens.bin", vocab_size=60_000)
+        data = (folder / "tokens.bin").read_bytes()
+        assert opened.tokens.tobytes() == data[1024:]
+        assert int(opened.tokens.max()) < 60_000
+        assert all(opened.tokens[at - 1] in (50256, 128000) for at in opened.documents.astype(int) if at)
+
+    goods = []
+    for magic, version, dtype in ((20240520, 1, "<u2"), (20240801, 7, "<u4")):
+        header = np.zeros(256, "<i4")
+        header[:3] = magic, version, 500
+        ids = np.random.default_rng(magic).integers(50_200, 50_300, 500).astype(dtype)
+        (folder / "tokens.bin").write_bytes(header.tobytes() + ids.tobytes())
+        goods.append(content_of(folder))
+    return Format(goods, {"tokens.bin": (damage,)}, read)
 
 
 @form("corpus .jsonl and .txt")

@@ -7,7 +7,8 @@ import pytest
 from raising import raises
 from run_folders import assert_resumes_exactly, losses, records, train_here
 
-from lmkit.data.token_files import TokenFileWriter, open_tokens
+from lmkit.data.shards import open_tokens
+from lmkit.data.token_files import TokenFileWriter
 from lmkit.errors import LmkitError, UsageError
 from lmkit.training.judging import evaluate_run
 
