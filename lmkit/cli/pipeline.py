@@ -360,6 +360,8 @@ class Pipeline:
 
     def _refuse_own_sources(self) -> None:
         """Refuse a recipe that reads files of this run which it would replace or set aside."""
+        from lmkit.training.run_data import token_paths
+
         folder, restarts = os.path.realpath(self.folder), "train" in self.redone
         names = (*run_folder.RUN_FILES, run_folder.CHECKPOINTS) if restarts else run_folder.RUN_FILES
         recipe = self.recipe
@@ -368,12 +370,9 @@ class Pipeline:
             sources["checkpoint.resume"] = [Path(recipe.checkpoint.resume)]
         if self.train.init_from is not None:
             sources["train.init_from"] = [self.train.init_from]
-        for part in ("train", "valid"):
-            paths, own_file = getattr(recipe.data, part), run_folder.token_file(self.folder, part).absolute()
-            shards = [] if paths is None else shard_paths(paths)
-            sources[f"data.{part}"] = [
-                path for path in shards if path.absolute() != own_file
-            ]  # it is made again
+        for part, named in zip(("train", "valid"), token_paths(recipe), strict=True):
+            own_file = run_folder.token_file(self.folder, part).absolute()  # is made again
+            sources[f"data.{part}"] = [path for path in shard_paths(named) if path.absolute() != own_file]
         own = list(map(os.path.realpath, map(self.folder.joinpath, names)))
         for key, paths in sources.items():
             for path in paths:

@@ -170,7 +170,7 @@ def _train_again(folder: Path, recipe: Recipe, new: Path, nproc: int | None) -> 
     again = recipe.changed(run={"folder": new.parent, "name": new.name}, checkpoint={"resume": "auto"})
     state = _newest_state(folder)
     ranks = nproc or (1 if state is None else state.world_size)
-    if recipe.corpus is not None and recipe.tokenizer is not None and recipe.data.train is None:
+    if recipe.corpus is not None and recipe.tokenizer is not None and recipe.data.is_made:
         from lmkit.cli import pipeline
 
         with progress_on_stderr() as progress:

@@ -159,7 +159,9 @@ def read_meta(paths: PathOrPaths) -> TokenMeta:
     shards = _existing(paths)
     if any(path.suffix != ".npy" for path in shards):
         return open_tokens(shards).meta
-    return _joined_meta({path: read_npy_meta(path) for path in shards})
+    metas = {path: read_npy_meta(path) for path in shards}
+    _refuse_different(metas)
+    return joined_meta([*metas.values()])
 
 
 def _existing(paths: PathOrPaths) -> list[Path]:
@@ -177,14 +179,15 @@ def _joined(paths: Sequence[Path], files: Sequence[TokenFile]) -> TokenFile:
     """Return open shards as one token file."""
     if len(files) == 1:
         return files[0]
-    meta = _joined_meta({path: file.meta for path, file in zip(paths, files, strict=True)})
+    metas = [file.meta for file in files]
+    _refuse_different(dict(zip(paths, metas, strict=True)))
     lengths = [len(file.tokens) for file in files]
     offsets = np.cumsum([0, *lengths[:-1]]).astype("<u8")
     for path, file in zip(paths, files, strict=True):
         if file.tokens.dtype != files[0].tokens.dtype:
             message = f"{path}: holds {file.tokens.dtype}, but {paths[0]} {files[0].tokens.dtype}"
             raise UsageError("tokens.other_shard", message, hint="name shards of one kind")
-    changes: dict[str, Any] = {}
+    meta, changes = joined_meta(metas), dict[str, Any]()
     if meta.counted_tokens is not None:
         bits = [
             np.ones(length, bool) if file.mask is None else np.unpackbits(file.mask, count=length)
@@ -214,10 +217,8 @@ def _refuse_different(metas: Mapping[Path, TokenMeta]) -> None:
                 raise UsageError("tokens.other_shard", message, hint=hint)
 
 
-def _joined_meta(by_path: Mapping[Path, TokenMeta]) -> TokenMeta:
-    """Return the description of all shards together."""
-    _refuse_different(by_path)
-    metas = [*by_path.values()]
+def joined_meta(metas: Sequence[TokenMeta]) -> TokenMeta:
+    """Return the description of several token files together."""
     if len(metas) == 1:
         return metas[0]
     content = "".join(f"{meta.num_tokens} {meta.source_sha256}\n" for meta in metas)

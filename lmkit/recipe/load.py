@@ -45,8 +45,9 @@ def load_recipe(
     """Read, override and validate a recipe. Precedence, lowest first: defaults, file, overrides, flags.
 
     An override of `model.preset` or `model.depth` replaces the sizes of the file; that of `optimizer.name` or
-    `parallel.strategy` drops the options of another one, that of `train.steps` drops `train.epochs`, and that of
-    `train.tokens_per_parameter` drops `train.steps`. The recipe in a run folder is that folder's, wherever it is now.
+    `parallel.strategy` drops the options of another one, that of `train.steps` drops `train.epochs`, that of
+    `train.tokens_per_parameter` drops `train.steps`, and that of `data.train` or `data.sources` drops the other. The
+    recipe in a run folder is that folder's, wherever it is now.
 
     Args:
         source: a file, the name of a shipped recipe, or None for nothing but defaults and overrides.
@@ -95,6 +96,8 @@ def _drop_replaced(raw: Mapping[str, Any], typed: Mapping[str, Any]) -> None:
         replaced.append(("train", "steps"))
     if "steps" in train:
         replaced.append(("train", "epochs"))
+    if len(given := typed.get("data", {}).keys() & {"train", "sources"}) == 1:
+        replaced += [("data", key) for key in {"train", "sources"} - given]
     for name, chooser in (("optimizer", "name"), ("parallel", "strategy")):
         chosen, before = typed.get(name, {}).get(chooser), raw.get(name)
         if chosen is not None and isinstance(before, dict) and chosen != before.get(chooser):
@@ -325,6 +328,8 @@ def _describe(table: str, kind_of_table: type[Table], detail: Any) -> tuple[str,
         wrong = f"{_shown(value)} is not one of {', '.join(names)}{did_you_mean(str(value), names)}"
     elif kind == "string_pattern_mismatch":
         wrong = f"{_shown(value)} does not match the pattern {detail['ctx']['pattern']}"
+    elif kind == "missing" and isinstance(detail["loc"][-1], str):
+        wrong = "missing"
     elif kind in ("missing", "too_long"):  # an array with a fixed number of items
         path = f"{table}.{detail['loc'][0]}"
         wrong = f"has too {'few' if kind == 'missing' else 'many'} items: {_shown(value)}"

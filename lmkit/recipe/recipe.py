@@ -112,7 +112,7 @@ def conflicts(tables: Mapping[str, Any], *, resolved: bool) -> Iterator[str]:
             why = f'bf16 weights need float32 masters, which "{optimizer.name}" does not keep'
             yield f'train.precision: {why}; use "bf16-autocast"'
     # Unless the model is trained on the tokens of another tokenizer.
-    if corpus and tokenizer and data and model and tokenizer.path is None and data.train is None:
+    if corpus and tokenizer and data and model and tokenizer.path is None and data.is_made:
         size, needed = model.vocab_size, tokenizer.vocab_size
         if not resolved and data.source != "random" and size is not None and size < needed:
             yield f"model.vocab_size: {size} is less than the tokenizer's {needed}; leave it out"

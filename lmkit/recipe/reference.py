@@ -72,15 +72,16 @@ def _choices(annotation: Any) -> tuple[str, ...]:
 
 
 def _assignment(key: str, value: Any) -> str:
-    """Return `key = value`, an array in one line if it fits, and a table of plain values inline."""
+    """Return `key = value`, an array in one line if it fits, and tables of plain values inline."""
     import tomli_w
 
-    if isinstance(value, dict):
-        items = (tomli_w.dumps({name: item}).rstrip("\n") for name, item in value.items())
-        return f"{key} = {{ {', '.join(items)} }}" if value else f"{key} = {{}}"
-    text = tomli_w.dumps({key: value}).rstrip("\n")
     if isinstance(value, list):
-        items = (tomli_w.dumps({"item": item}).removeprefix("item = ").rstrip("\n") for item in value)
+        items = [_assignment("", item).removeprefix(" = ") for item in value]
         line = f"{key} = [{', '.join(items)}]"
-        text = line if len(line) <= _WIDTH else text
-    return text
+        if len(line) <= _WIDTH:
+            return line
+        return f"{key} = [\n" + "".join(f"    {item},\n" for item in items) + "]"
+    if isinstance(value, dict):
+        items = [_assignment(name, item) for name, item in value.items() if item is not None]
+        return f"{key} = {{ {', '.join(items)} }}" if items else f"{key} = {{}}"
+    return f"{key} = " + tomli_w.dumps({"item": value}).removeprefix("item = ").rstrip("\n")

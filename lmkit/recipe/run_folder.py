@@ -55,7 +55,7 @@ _RESULTS = (
 _PATHS = {
     "corpus": ("train", "valid"),
     "tokenizer": ("path",),
-    "data": ("train", "valid"),
+    "data": ("train", "valid", "sources"),
     "checkpoint": ("resume",),
 }
 """Keys that may name files inside the run folder."""
@@ -167,6 +167,8 @@ def placed_in(folder: Path, tables: Mapping[str, Any]) -> dict[str, Any]:
     def moved(value: Any) -> Any:
         if isinstance(value, list | tuple):
             return [moved(item) for item in value]
+        if isinstance(value, dict):
+            return {key: moved(item) for key, item in value.items()}
         if not isinstance(value, str) or not Path(value).is_relative_to(before):
             return value
         place = folder / Path(value).relative_to(before)

@@ -293,6 +293,17 @@ class TokenizerConfig(Table):
         return self
 
 
+class SourceConfig(Table):
+    """`[[data.sources]]`: a part of a mixture."""
+
+    train: Paths
+    """Token files, as `data.train`."""
+    weight: PositiveFloat
+    """The share of the rows that come from these files is this over the sum of all weights."""
+    name: str | None = None
+    """What messages call the source; default: its files."""
+
+
 class DataConfig(Table):
     """`[data]`: token files and how batches are drawn from them."""
 
@@ -301,6 +312,9 @@ class DataConfig(Table):
     glob such as `tokens/train_*.npy`, whose files follow one another sorted by name. Files that end in .bin need
     `model.vocab_size`, or `tokenizer.path` for bits per byte, too. Default: the file that `lmkit run` made in the run
     folder."""
+    sources: Annotated[tuple[SourceConfig, ...], Field(max_length=32)] = ()
+    """Instead of `train`, a mixture of token files: tables `[[data.sources]]` with `train`, `weight` and perhaps a
+    `name`. In each block of 1,024 rows the sources have their shares, to one row; each is sampled as if alone."""
     valid: Paths | None = None
     """Held-out token file, or several; default: the file that `lmkit run` made."""
     source: Literal["tokens", "random"] = "tokens"
@@ -311,6 +325,17 @@ class DataConfig(Table):
     whole documents, which do not see one another (`packed`)."""
     workers: Workers = 0
     """Threads that encode the corpus; 0: one per CPU. The result does not depend on it."""
+
+    @property
+    def is_made(self) -> bool:
+        """Whether the tokens to train on are those that `lmkit run` makes of the corpus."""
+        return self.train is None and not self.sources
+
+    @model_validator(mode="after")
+    def _train_or_sources(self) -> DataConfig:
+        if self.train is not None and self.sources:
+            raise ValueError("train and sources both name tokens to train on; leave out one of them")
+        return self
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]

@@ -163,6 +163,8 @@ class DataIdentity(tables.Table):
     vocab_size: tables.PositiveInt
     source_sha256: str
     tokenizer_sha256: str
+    weights: tuple[float, ...] = ()
+    """Of the sources of a mixture."""
 
 
 class TrainingState(tables.Table):

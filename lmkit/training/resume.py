@@ -594,11 +594,12 @@ def check_agreement(
     ]
     if checkpoint.state.data is not None and data is not None and checkpoint.state.data != data:
         differing = [
-            f"{name}: {str(before)[:12]} -> {str(getattr(data, name))[:12]}"
+            f"{name}: {_short(before)} -> {_short(getattr(data, name))}"
             for name, before in checkpoint.state.data
             if before != getattr(data, name)
         ]
-        refused.append(f"data.train: another token file ({', '.join(differing)})")
+        key, what = ("data.sources", "mixture") if data.weights else ("data.train", "token file")
+        refused.append(f"{key}: another {what} ({', '.join(differing)})")
     if refused:
         message = f"{checkpoint.path}: made by another recipe: {'; '.join(refused)}"
         hint = "go back to those values, or name a new run: --set run.name=..."
@@ -622,6 +623,10 @@ def check_agreement(
             f"saved by {ranks} rank{plural}, resuming on {world_size}: same batches, same state, resharded"
         )
     return allowed
+
+
+def _short(value: object) -> object:
+    return value[:12] if isinstance(value, str) else value
 
 
 def begin_with(given: GivenWeights, step: Step) -> None:

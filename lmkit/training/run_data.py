@@ -6,12 +6,12 @@ import math
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from lmkit.core.batches import BatchSource, RandomTokens, TokenBatches
+from lmkit.core.batches import BatchSource, RandomTokens, Sampler, TokenBatches
 from lmkit.data import token_files
-from lmkit.data.corpora import PathOrPaths
-from lmkit.data.shards import name_of, open_tokens, shard_paths, with_num_bytes
+from lmkit.data.corpora import PathOrPaths, as_paths
+from lmkit.data.shards import joined_meta, name_of, open_tokens, shard_paths, with_num_bytes
 from lmkit.data.token_files import TokenFile
 from lmkit.errors import UsageError
 from lmkit.parallel.ranks import Ranks
@@ -25,11 +25,23 @@ from lmkit.tokenizer.vocabulary import template_for
 from lmkit.training.checkpoint import DataIdentity
 
 
+class Source(NamedTuple):
+    """Token files that are sampled by themselves, with their weight in the mixture."""
+
+    name: str
+    file: TokenFile
+    weight: float
+
+
 @dataclass(frozen=True)
 class Data:
-    """The token files of a run, and what a resumed run must find again of the first; None for random tokens."""
+    """The token files of a run, and what a resumed run must find again of those to train on.
 
-    train: TokenFile | None = None
+    Attributes:
+        sources: one, or those of a mixture; () for random tokens.
+    """
+
+    sources: tuple[Source, ...] = ()
     valid: TokenFile | None = None
     identity: DataIdentity | None = None
 
@@ -39,6 +51,7 @@ def open_data(recipe: Recipe) -> Data:
     if recipe.data.source == "random":
         return Data()
     train_paths, valid_paths = token_paths(recipe)
+    shard_paths(train_paths)  # refuses a file in two sources
     own, table = recipe.run.path / TOKENIZER, recipe.tokenizer
     named = own if table is None or table.path is None else table.path
     end_of_text = None if table is None else table.end_of_text
@@ -47,24 +60,34 @@ def open_data(recipe: Recipe) -> Data:
         for path in {named, own}
         if path.exists()
     }
-    train = _open(recipe, train_paths, tokenizers.get(named))
-    valid = None
+    parts = [(part.name or name_of(part.train), part.train, part.weight) for part in recipe.data.sources]
+    sources = tuple(
+        Source(name, _open(recipe, paths, tokenizers.get(named)), weight)
+        for name, paths, weight in parts or [(name_of(train_paths), train_paths, 1.0)]
+    )
+    valid, others = None, [*sources[1:]]
     if has_valid(recipe):
         valid = with_num_bytes(_open(recipe, valid_paths, tokenizers.get(named)), tokenizers.get(named))
-    ours = train.meta.tokenizer_sha256
-    if valid is not None and valid.meta.tokenizer_sha256 != ours:
-        ours, theirs = (sha256[:12] or "not known" for sha256 in (ours, valid.meta.tokenizer_sha256))
-        message = f"{name_of(valid_paths)}: its tokenizer is {theirs}, that of {name_of(train_paths)} {ours}"
-        raise UsageError("data.other_tokenizer", message, hint="encode both with the same tokenizer")
+        others.append(Source(name_of(valid_paths), valid, 1.0))
+    ours = sources[0].file.meta.tokenizer_sha256
+    for name, file, _ in others:
+        if (theirs := file.meta.tokenizer_sha256) != ours:
+            own_one, other = (sha256[:12] or "not known" for sha256 in (ours, theirs))
+            message = f"{name}: its tokenizer is {other}, that of {sources[0].name} {own_one}"
+            raise UsageError("data.other_tokenizer", message, hint="encode both with the same tokenizer")
     # `lmkit generate` will read and write with the run's tokenizer.
     for path, tokenizer in tokenizers.items():
         if (theirs := tokenizer.sha256) != ours:
             hint = "encode the text again, or name its tokenizer: --set tokenizer.path=FILE"
             if path == own != named:
                 hint = "move it away, or name a new run: --set run.name=..."
-            message = f"{name_of(train_paths)}: made with tokenizer {ours}, but {path} is {theirs}"
+            message = f"{sources[0].name}: made with tokenizer {ours}, but {path} is {theirs}"
             raise UsageError("data.other_tokenizer", message, hint=hint)
-    return Data(train, valid, DataIdentity.model_validate(train.meta, from_attributes=True))
+    metas = [source.file.meta for source in sources]
+    weights = tuple(part.weight for part in recipe.data.sources)
+    meta = joined_meta(metas) if weights else metas[0]
+    identity = DataIdentity.model_validate(meta, from_attributes=True).changed(weights=weights)
+    return Data(sources, valid, identity)
 
 
 def _open(recipe: Recipe, paths: PathOrPaths, tokenizer: Tokenizer | None) -> TokenFile:
@@ -79,13 +102,22 @@ def _open(recipe: Recipe, paths: PathOrPaths, tokenizer: Tokenizer | None) -> To
     return open_tokens(paths, tokenizer=tokenizer, vocab_size=vocab_size)
 
 
-def notes_on(data: Data) -> list[str]:
-    """Return lines for people on the data of a run."""
-    if data.valid is None or data.valid.meta.tokenizer_sha256:
-        return []
-    return [
-        "held-out loss in nats only: bits per byte need the tokenizer of the .bin files, key tokenizer.path"
-    ]
+def notes_on(recipe: Recipe, data: Data) -> list[str]:
+    """Return lines for people on the data of a resolved recipe."""
+    model, train = resolved_tables(recipe)
+    notes = []
+    if recipe.data.sources:
+        total = sum(source.weight for source in data.sources)
+        drawn = train.steps * train.batch_size * model.context_length
+        epochs = [
+            f"{name} {drawn * weight / total / file.meta.num_tokens:.3g} ({weight / total:.1%})"
+            for name, file, weight in data.sources
+        ]
+        notes.append(f"epochs in {train.steps} steps, and share of the tokens: {', '.join(epochs)}")
+    if data.valid is not None and not data.valid.meta.tokenizer_sha256:
+        why = "bits per byte need the tokenizer of the .bin files, key tokenizer.path"
+        notes.append(f"held-out loss in nats only: {why}")
+    return notes
 
 
 def keep_tokenizer(recipe: Recipe) -> None:
@@ -120,11 +152,12 @@ def check_token_files(recipe: Recipe, *, are_made: bool = True) -> None:
     missing = [path for path in train if not path.exists() and path not in later]
     if missing:
         command = f"lmkit data encode TEXT {shlex.quote(str(missing[0]))} --tokenizer TOKENIZER.json"
-        if recipe.corpus is not None and recipe.data.train is None:
+        if recipe.corpus is not None and recipe.data.is_made:
             command = f"lmkit run {shlex.quote(recipe.source)}"
             if recipe.run.name != recipe.source:  # most shipped recipes name their run as themselves
                 command += f" --set run.name={shlex.quote(recipe.run.name)}"
-        message = f"{missing[0]}: no such token file to train on (key data.train)"
+        key = "data.sources" if recipe.data.sources else "data.train"
+        message = f"{missing[0]}: no such token file to train on (key {key})"
         hint = f"make it with: {command}; or name another: --set data.train=FILE.npy"
         raise UsageError("data.no_tokens", message, hint=hint)
     missing = [path for path in valid if not path.exists() and path not in later]
@@ -171,8 +204,10 @@ def made_files(folder: Path) -> tuple[dict[Path, str], dict[str, list[Any]]]:
 
 def token_paths(recipe: Recipe) -> tuple[Path | tuple[Path, ...], Path | tuple[Path, ...]]:
     """Return the token files to train and to evaluate on, and globs of them; they need not exist."""
-    folder = recipe.run.path
-    return recipe.data.train or token_file(folder, "train"), recipe.data.valid or token_file(folder, "valid")
+    folder, train = recipe.run.path, recipe.data.train
+    if recipe.data.sources:
+        train = tuple(path for source in recipe.data.sources for path in as_paths(source.train))
+    return train or token_file(folder, "train"), recipe.data.valid or token_file(folder, "valid")
 
 
 def has_valid(recipe: Recipe) -> bool:
@@ -187,18 +222,20 @@ def resolve(recipe: Recipe, data: Data) -> Recipe:
     assert train is not None
     if data.valid is not None:  # refused now, not at the first evaluation
         token_files.check_length(data.valid.tokens, model.context_length)
-    if data.train is None:
-        if train.epochs is not None:
-            message = 'train.epochs: data.source = "random" has no end, so no epoch'
-            raise UsageError("train.endless_epoch", message, hint="give train.steps instead")
+    if train.epochs is not None and (recipe.data.sources or not data.sources):
+        why = "a mixture has epochs of each source" if data.sources else 'data.source = "random" has no end'
+        message, hint = f"train.epochs: {why}", "give train.steps, or train.max_minutes, instead"
+        raise UsageError("train.endless_epoch", message, hint=hint)
+    if not data.sources:
         return recipe
+    metas = [source.file.meta for source in data.sources]
     if train.epochs is not None:
         tokens_per_step = train.batch_size * model.context_length
-        steps = math.ceil(train.epochs * data.train.meta.num_tokens / tokens_per_step)
+        steps = math.ceil(train.epochs * metas[0].num_tokens / tokens_per_step)
         recipe = recipe.changed(train={"steps": steps})
     if recipe.data.sampling == "packed" and not model.separate_documents:
         recipe = recipe.changed(model={"separate_documents": True})
-    needed = data.train.meta.vocab_size
+    needed = max(meta.vocab_size for meta in metas)
     if model.vocab_size is None:
         return recipe.changed(model={"vocab_size": needed})
     if model.vocab_size < needed:
@@ -219,29 +256,38 @@ def make_batches(recipe: Recipe, data: Data, ranks: Ranks) -> BatchSource:
         "world_size": ranks.world_size,
         "accumulation": train.accumulation,
     }
-    if data.train is None:
+    if not data.sources:
         assert model.vocab_size is not None
         return RandomTokens(model.vocab_size, **shared)
-    shared["mask"] = data.train.mask
-    tokens, sampling = data.train.tokens, recipe.data.sampling
+    samplers = [_sampler(recipe.data.sampling, source.file, model, shared) for source in data.sources]
+    if not recipe.data.sources:
+        return samplers[0]
+    from lmkit.data.mixing import MixedBatches
+
+    return MixedBatches(sources=samplers, weights=[source.weight for source in data.sources], **shared)
+
+
+def _sampler(sampling: str, file: TokenFile, model: ModelConfig, shared: dict[str, Any]) -> Sampler:
+    """Return the sampler of one source; `shared`: its arguments that do not depend on the file."""
+    shared = {**shared, "mask": file.mask}
     starts = None
     if sampling in ("documents", "packed") or model.separate_documents:
-        starts = token_files.document_starts(data.train)
+        starts = token_files.document_starts(file)
     if sampling == "packed":
         from lmkit.data.packing import PackedBatches
 
         assert starts is not None
-        return PackedBatches(tokens, **shared, document_starts=starts)
+        return PackedBatches(file.tokens, **shared, document_starts=starts)
     shared["borders"] = starts if model.separate_documents else None
-    token_files.check_length(tokens, model.context_length)
+    token_files.check_length(file.tokens, model.context_length)
     if sampling == "shuffled":
         from lmkit.data.packing import ShuffledBatches
 
-        return ShuffledBatches(tokens, **shared)
+        return ShuffledBatches(file.tokens, **shared)
     if sampling == "documents":
         assert starts is not None
-        shared["document_starts"] = token_files.starts_that_count(data.train, starts, model.context_length)
-    return TokenBatches(tokens, **shared)
+        shared["document_starts"] = token_files.starts_that_count(file, starts, model.context_length)
+    return TokenBatches(file.tokens, **shared)
 
 
 def resolved_tables(recipe: Recipe) -> tuple[ModelConfig, TrainConfig]:

@@ -240,7 +240,7 @@ def _prepare(
         path, notes = decided_by_first(ranks, partial(resume.open_folder, recipe, hold))
         if ranks.world_size > 1:
             _refuse_private_folder(recipe.run.path, ranks)
-    notes = [*notes, *run_data.notes_on(data)]
+    notes = [*notes, *run_data.notes_on(resolved, data)]
     if path is None:
         given = None if recipe.train is None or recipe.train.init_from is None else open_given(resolved, data)
         begin = "no checkpoint yet: starting from scratch" if given is None else f"starting from {given.path}"

@@ -152,7 +152,7 @@ def step_of(
         parallel=parallel or (recipe.parallel if ranks.world_size > 1 else ALONE),
         precision=train.precision,
         grad_clip=train.grad_clip,
-        masked=data.train is not None and data.train.mask is not None,
+        masked=any(source.file.mask is not None for source in data.sources),
         cuda_graph=train.cuda_graph,
         max_skips=train.max_skips if train.nonfinite == "skip" else 0,
         spike_sigmas=train.spike_sigmas,

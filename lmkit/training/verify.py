@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lmkit.data.shards import SUFFIXES, open_tokens, shard_paths
 from lmkit.errors import LmkitError, UsageError, reason, some_of
@@ -251,7 +252,9 @@ def _moved(recipe: Recipe, folder: Path, name: str) -> Recipe:
     tokenizer, table = recipe.run.path / run_folder.TOKENIZER, recipe.tokenizer
     if tokenizer.exists() and (table is None or table.path is None):
         table = (table or TokenizerConfig()).changed(path=tokenizer)
-    data = {"train": train_tokens, "valid": valid_tokens if has_valid(recipe) else None}
+    data: dict[str, Any] = {"valid": valid_tokens if has_valid(recipe) else None}
+    if recipe.data.is_made:
+        data["train"] = train_tokens
     on_gpu = local_device(recipe.run.device, local_rank=0).type == "cuda"
     run = {"folder": folder, "name": name, "deterministic": on_gpu or recipe.run.deterministic}
     return recipe.changed(

@@ -383,10 +383,11 @@ def open_given(recipe: Recipe, data: Data) -> GivenWeights:
     path = train.init_from
     assert path is not None
     given = open_weights(path)
-    if data.train is not None and given.tokenizer is not None:
+    if data.sources and given.tokenizer is not None:
         sha256 = given.open_tokenizer().sha256
-        if data.train.meta.tokenizer_sha256 not in ("", sha256):
-            made = f"the token file was made with {data.train.meta.tokenizer_sha256[:12]}"
+        encoded_with = data.sources[0].file.meta.tokenizer_sha256
+        if encoded_with not in ("", sha256):
+            made = f"the token file was made with {encoded_with[:12]}"
             message = f"train.init_from: {path} was trained with tokenizer {sha256[:12]}, {made}"
             own = shlex.quote(str(given.tokenizer))
             hint = f"encode the text with its tokenizer: --set tokenizer.path={own}"
