@@ -78,7 +78,7 @@ def gpu(session: nox.Session) -> None:
 
 @nox.session
 def acceptance(session: nox.Session) -> None:
-    """The GPU targets of attention and AdamW; prints a table of target, measured figure and verdict."""
+    """The targets of attention and AdamW on a GPU, and of loaders; prints tables of measured figures."""
     _python(session, "pytest", "tests/acceptance", "-s", *session.posargs)
 
 

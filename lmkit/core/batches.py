@@ -250,8 +250,11 @@ def batch_of(
     # after it.
     inputs = np.maximum(inputs, ~inputs)
     if borders is not None:
+        borders = np.asarray(borders)
         for row, start in zip(inputs, starts, strict=True):
-            low, high = np.searchsorted(borders, (start + 1, start + len(row) + 1))
+            # With numbers of another type, the search would convert all borders first.
+            ends = np.array((start + 1, start + len(row) + 1), borders.dtype)
+            low, high = np.searchsorted(borders, ends)
             before = borders[low:high].astype(np.int64) - 1 - start
             row[before] = ~row[before]
     return torch.from_numpy(inputs), torch.from_numpy(np.maximum(targets, -1))

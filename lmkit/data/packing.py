@@ -69,19 +69,21 @@ class PackedBatches(Sampler):
         return float((whole * context**2 + rest**2).sum() / self._size)
 
     def rows(self, numbers: np.ndarray) -> Batch:
-        parts = [self._read(piece) for row in numbers.tolist() for piece in self.pieces(row)]
+        spans = [self._span(piece) for row in numbers.tolist() for piece in self.pieces(row)]
+        tokens, ends = np.concatenate(spans), np.cumsum([len(span) for span in spans])
+        begins = np.append(0, ends[:-1])
+        inputs, targets = np.delete(tokens, ends - 1), np.delete(tokens, begins)
+        inputs = np.maximum(inputs, ~inputs)
+        firsts = begins - np.arange(len(spans))  # every span has lost its last token
+        inputs[firsts] = ~inputs[firsts]
         shape = len(numbers), self.context_length
-        inputs, targets = (np.concatenate(side).reshape(shape) for side in zip(*parts, strict=True))
-        return torch.from_numpy(inputs), torch.from_numpy(np.maximum(targets, -1))
+        targets = np.maximum(targets, -1).reshape(shape)
+        return torch.from_numpy(inputs.reshape(shape)), torch.from_numpy(targets)
 
-    def _read(self, piece: Piece) -> tuple[np.ndarray, np.ndarray]:
-        """Return the inputs of a piece, the first as its complement, and its targets as of `marked`."""
+    def _span(self, piece: Piece) -> np.ndarray:
+        """Return the tokens of a piece as of `marked`, with the token before it."""
         tokens = marked(self.tokens, self.mask, max(piece.start - 1, 0), piece.end)
-        if piece.start == 0:
-            tokens = np.insert(tokens, 0, int(self.tokens[-1]))
-        inputs = np.maximum(tokens[:-1], ~tokens[:-1])
-        inputs[0] = ~inputs[0]
-        return inputs, tokens[1:]
+        return tokens if piece.start else np.insert(tokens, 0, int(self.tokens[-1]))
 
     def pieces(self, row: int) -> list[Piece]:
         """Return the documents, and parts of them, of a row of the stream."""
@@ -131,15 +133,15 @@ def pack(documents: list[Piece], sizes: list[int]) -> list[list[Piece]]:
     [[Piece(start=0, end=5), Piece(start=8, end=10)], [Piece(start=10, end=14), Piece(start=5, end=8)]]
     """
     shelf = _Shelf(documents, longest=max(sizes))
-    rows, rest = [], Piece(0, 0)
+    rows, rest = [], None
     for size in sizes:
         row, free = [], size
         while free:
-            whole = rest if rest.end > rest.start else shelf.take(free, begins=free == size)
-            cut = min(whole.end, whole.start + free)
-            row.append(Piece(whole.start, cut))
-            rest = Piece(cut, whole.end)
-            free -= cut - whole.start
+            piece, rest = rest or shelf.take(free, begins=free == size), None
+            if piece.end > (cut := piece.start + free):
+                piece, rest = Piece(piece.start, cut), Piece(cut, piece.end)
+            row.append(piece)
+            free -= piece.end - piece.start
         rows.append(row)
     return rows
 
