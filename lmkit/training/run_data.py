@@ -60,28 +60,31 @@ def open_data(recipe: Recipe) -> Data:
         for path in {named, own}
         if path.exists()
     }
+    # The run folder's own may be that of another text.
+    tokenizer = None if table is None or table.path is None else tokenizers.get(named)
     parts = [(part.name or name_of(part.train), part.train, part.weight) for part in recipe.data.sources]
     sources = tuple(
-        Source(name, _open(recipe, paths, tokenizers.get(named)), weight)
+        Source(name, _open(recipe, paths, tokenizer), weight)
         for name, paths, weight in parts or [(name_of(train_paths), train_paths, 1.0)]
     )
     valid, others = None, [*sources[1:]]
     if has_valid(recipe):
-        valid = with_num_bytes(_open(recipe, valid_paths, tokenizers.get(named)), tokenizers.get(named))
+        valid = with_num_bytes(_open(recipe, valid_paths, tokenizer), tokenizer)
         others.append(Source(name_of(valid_paths), valid, 1.0))
     ours = sources[0].file.meta.tokenizer_sha256
     for name, file, _ in others:
         if (theirs := file.meta.tokenizer_sha256) != ours:
+            hint = "encode both with one tokenizer; that of .bin files is named by tokenizer.path"
             own_one, other = (sha256[:12] or "not known" for sha256 in (ours, theirs))
             message = f"{name}: its tokenizer is {other}, that of {sources[0].name} {own_one}"
-            raise UsageError("data.other_tokenizer", message, hint="encode both with the same tokenizer")
+            raise UsageError("data.other_tokenizer", message, hint=hint)
     # `lmkit generate` will read and write with the run's tokenizer.
-    for path, tokenizer in tokenizers.items():
-        if (theirs := tokenizer.sha256) != ours:
+    for path, its_tokenizer in tokenizers.items():
+        if (theirs := its_tokenizer.sha256) != ours:
             hint = "encode the text again, or name its tokenizer: --set tokenizer.path=FILE"
             if path == own != named:
                 hint = "move it away, or name a new run: --set run.name=..."
-            message = f"{sources[0].name}: made with tokenizer {ours}, but {path} is {theirs}"
+            message = f"{sources[0].name}: its tokenizer is {ours or 'not known'}, but {path} is {theirs}"
             raise UsageError("data.other_tokenizer", message, hint=hint)
     metas = [source.file.meta for source in sources]
     weights = tuple(part.weight for part in recipe.data.sources)

@@ -144,3 +144,8 @@ def test_bits_per_byte_of_bin_files_need_their_tokenizer(tiny, tmp_path):
         documents = evaluate_documents(recipe.run.path).documents
         assert [score.bytes for score in documents] == [len(text.encode()) for text in texts]
         assert newest(recipe).state.model.vocab_size == tokenizer.vocab_size
+    unnamed = recipe.changed(tokenizer=None, model={"vocab_size": 300})  # the folder's may be of another text
+    with raises(
+        UsageError, "data.other_tokenizer", "text_000000.bin", "tokenizer.json", hint="tokenizer.path"
+    ):
+        train_here(unnamed)
