@@ -105,7 +105,7 @@ class Options(Table):
     bucket_mb: PositiveFloat = 50.0
     """Bucket size in MiB (`bucketed`, `torch_ddp`, `zero1`)."""
     tokens: Annotated[Path | None, FlagNames(("--train-path",))] = None
-    """A token file (.npy), a glob of several, or a text file (perhaps .gz) whose bytes are the tokens; by default
+    """A token file (.npy), a glob of several, or a text file (or .gz, .zst) whose bytes are the tokens; default:
     generated stories."""
     lr: PositiveFloat = 3e-4
     """Learning rate of all steps but the first three, which are checked and take 1e-5."""

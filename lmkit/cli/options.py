@@ -76,7 +76,7 @@ HELP = {
     "force": "Overwrite existing output.",
     "print_recipe": "Print the resolved recipe and stop.",
     "dry_run": "Check everything, print what would happen, and stop.",
-    "sources": "Text files or pipes, one or more, compressed if they end in .gz; "
+    "sources": "Text files or pipes, one or more, compressed if they end in .gz or .zst; "
     "each JSON object of a .jsonl, .ndjson or .json file has a document under --field.",
     "field": 'Key of a JSON object that holds the text, if not "text".',
     "errors": "At bytes that are not UTF-8: stop, or read them as U+FFFD.",

@@ -227,9 +227,10 @@ def _features(has_gpu: bool) -> dict[str, str]:
     features["optimizers"] = ", ".join(OPTIMIZERS.names)
     features["datasets"] = ", ".join(DATASETS.names)
     features["ranks"] = "nccl, gloo" if has_gpu else "gloo"
-    for package, extra in {"wandb": "wandb", "tensorboard": "tensorboard", "lm_eval": "eval"}.items():
+    extras = {"wandb": "wandb", "tensorboard": "tensorboard", "lm_eval": "eval"}
+    for package, extra in {**extras, "pyarrow": "text", "zstandard": "text"}.items():
         found = importlib.util.find_spec(package)
-        features[package] = "installed" if found else f"not installed: pip install 'lmkit[{extra}]'"
+        features[package] = "installed" if found else f"not installed: pip install -e '.[{extra}]'"
     features["nsys"] = "found" if shutil.which("nsys") else "not found: lmkit profile uses kineto"
     return features
 

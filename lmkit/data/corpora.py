@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import gzip
+import importlib
 import json
 import logging
 import mmap
@@ -14,10 +15,11 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BufferedReader, RawIOBase
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import Any, BinaryIO
 
-from lmkit.data.json_lines import holds_json, is_learned, json_records, messages_of
+from lmkit.data.json_lines import COMPRESSED, Stream, holds_json, is_learned, json_records, messages_of
 from lmkit.data.synth import write_stories
 from lmkit.errors import LmkitError, UsageError, reason, some_of
 from lmkit.recipe import END_OF_TEXT
@@ -32,6 +34,7 @@ from lmkit.tokenizer.marks import no_end_of_text
 
 PathOrPaths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
+_ZSTD_BYTES = 128  # to decompress at a time: they may hold 4 MiB of text
 _TAIL_BYTES = 4096  # the end of a file, which is searched for its last mark
 _LINE_BREAK = re.compile(rb"(\r?\n)?")
 _HELD_OUT_SEED = 1 << 32  # added to the seed of the training part: held-out stories come from another stream
@@ -61,7 +64,8 @@ def prepare_corpus(
       Otherwise `folder` gets `train.txt` and `valid.txt`: the last documents are held out, as near to
       `valid_fraction` of the bytes as documents allow. If that is less than half of it, or more than one and a half
       of it and than a tenth of the text, a document is cut at the end of a line, or else between two characters.
-      JSON (`.jsonl`, `.ndjson`, `.json`; the key `table.field` holds a document), `.gz` files and pipes become text.
+      JSON (`.jsonl`, `.ndjson`, `.json`; the key `table.field` holds a document), compressed files (`.gz`, `.zst`)
+      and pipes become text.
     - `chat`: the same of conversations, JSON lines of messages; no conversation is cut.
     - any other source is a dataset, see `lmkit.data.download`: downloaded to `table.folder` unless it is there.
 
@@ -71,10 +75,11 @@ def prepare_corpus(
     Raises:
         UsageError: a file is missing ("corpus.missing_file"), empty ("corpus.empty"), named twice
             ("corpus.named_twice") or too short to hold out a part ("corpus.too_short"); a JSON object has no such
-            field ("corpus.no_field"); a key changes what is learned ("corpus.unsupported_key").
+            field ("corpus.no_field"); a key changes what is learned ("corpus.unsupported_key"); the package that
+            reads a file is not installed ("corpus.not_installed").
         LmkitError: invalid UTF-8, unless `errors` is "replace" ("text.not_utf8"); a broken JSON line
-            ("corpus.not_json"), or one that is too long ("corpus.long_line"); a broken `.gz` file
-            ("corpus.damaged_gzip").
+            ("corpus.not_json"), or one that is too long ("corpus.long_line"); a broken compressed
+            file ("corpus.damaged_gzip", "corpus.damaged_zstd").
     """
     suffix = ".jsonl" if table.source == "chat" else ".txt"
     train, valid = folder / f"train{suffix}", folder / f"valid{suffix}"
@@ -141,7 +146,7 @@ def plain_text_files(
     separator: str | None = None,
     progress: Progress | None = None,
 ) -> Iterator[list[Path]]:
-    """Yield text files for the given files: JSON, `.gz` files and pipes become text in a temporary folder.
+    """Yield text files for the given files: JSON, compressed files and pipes become text in a temporary folder.
 
     Args:
         folder: where the temporary folder is created; None uses the system's, which may be small.
@@ -171,7 +176,7 @@ def plain_text_files(
 
 def _is_converted(path: Path) -> bool:
     """Return whether a file must be made into a text file: JSON lines, a compressed file, a pipe."""
-    return path.suffix.lower() == ".gz" or holds_json(path) or path.is_fifo()
+    return path.suffix.lower() in COMPRESSED or holds_json(path) or path.is_fifo()
 
 
 def refuse_unused_field(key: str, paths: Sequence[Path]) -> None:
@@ -299,7 +304,7 @@ def blank_behind(tail: bytes, mark: bytes) -> int | None:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[tuple[BinaryIO, IO[bytes] | gzip.GzipFile]]:
+def opened(path: Path) -> Iterator[tuple[BinaryIO, Stream]]:
     """Yield an open file or pipe, and the stream of its content, decompressed if the file is compressed."""
     if path.is_fifo():
         log.info("reading the pipe %s until its writer closes it", path)
@@ -307,20 +312,68 @@ def opened(path: Path) -> Iterator[tuple[BinaryIO, IO[bytes] | gzip.GzipFile]]:
         file = open_input(path, pipes=True)
     except OSError as error:
         raise unreadable(path, reason(error)) from error
+    suffix = path.suffix.lower()
     with file:
-        if path.suffix.lower() != ".gz":
+        if suffix not in COMPRESSED:
             yield file, file
             return
+        kind = "gzip" if suffix == ".gz" else "zstd"
+        damages: tuple[type[Exception], ...] = (gzip.BadGzipFile, EOFError, zlib.error)
+        if kind == "zstd":
+            damages = (EOFError, text_package("zstandard", path).ZstdError)
         try:
-            with gzip.GzipFile(fileobj=file) as stream:
+            with gzip.GzipFile(fileobj=file) if kind == "gzip" else BufferedReader(_Zstd(file)) as stream:
                 yield file, stream
-        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            hint = "make or download it again; a text that is not compressed has no .gz at its end"
-            message = f"{path}: not a whole gzip file ({error})"
-            raise LmkitError("corpus.damaged_gzip", message, hint=hint) from error
+        except damages as error:
+            hint = f"make or download it again; a text that is not compressed has no {suffix} at its end"
+            message = f"{path}: not a whole {kind} file ({error})"
+            raise LmkitError(f"corpus.damaged_{kind}", message, hint=hint) from error
 
 
-def _text_pieces(stream: IO[bytes] | gzip.GzipFile, path: Path, table: CorpusConfig) -> Iterator[bytes]:
+def text_package(name: str, path: Path) -> Any:
+    """Import the package that reads a file; UsageError: it is not installed ("corpus.not_installed")."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        message = f"{path}: is read with the package {error.name}, which is not installed"
+        hint = "in the checkout of lmkit: pip install -e '.[text]'"
+        raise UsageError("corpus.not_installed", message, hint=hint) from None
+
+
+class _Zstd(RawIOBase):
+    """The content of a zstd file of one or several frames; EOFError: the last frame has no end.
+
+    zstandard's own reader takes a frame without its end for a whole one.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        import zstandard
+
+        self._file = file
+        self._frame: Any = None
+        self._packed, self._content = b"", memoryview(b"")
+        # `zstd --long=31` asks for 2 GiB.
+        self._new_frame = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, room: Any) -> int:
+        while not self._content:
+            if not (packed := self._packed or self._file.read(_ZSTD_BYTES)):
+                if self._frame is not None:
+                    raise EOFError("its last frame has no end")
+                return 0
+            self._frame = frame = self._frame or self._new_frame()
+            self._content, self._packed = memoryview(frame.decompress(packed)), frame.unused_data
+            if frame.eof:
+                self._frame = None
+        count = min(len(room), len(self._content))
+        room[:count], self._content = self._content[:count], self._content[count:]
+        return count
+
+
+def _text_pieces(stream: Stream, path: Path, table: CorpusConfig) -> Iterator[bytes]:
     """Yield valid UTF-8 in pieces that are cut between characters."""
     data, offset = b"", 0
     while block := stream.read(CHUNK_BYTES):
@@ -333,9 +386,7 @@ def _text_pieces(stream: IO[bytes] | gzip.GzipFile, path: Path, table: CorpusCon
         yield valid_utf8(Chunk(0, offset, len(data), data), path, table.errors)
 
 
-def _json_documents(
-    stream: IO[bytes] | gzip.GzipFile, path: Path, table: CorpusConfig, end: bytes
-) -> Iterator[bytes]:
+def _json_documents(stream: Stream, path: Path, table: CorpusConfig, end: bytes) -> Iterator[bytes]:
     """Yield a document with its mark for every JSON object that has text."""
     marked = empty = 0
     for where, record in json_records(stream, path, table.errors):
@@ -365,7 +416,7 @@ def _json_documents(
         log.warning("%s: %d documents hold %s, which ends a document", path, marked, end.decode())
 
 
-def _conversations(stream: IO[bytes] | gzip.GzipFile, path: Path, table: CorpusConfig) -> Iterator[bytes]:
+def _conversations(stream: Stream, path: Path, table: CorpusConfig) -> Iterator[bytes]:
     for where, record in json_records(stream, path, table.errors):
         messages = [
             {"role": role, "content": content, "weight": int(learned)}

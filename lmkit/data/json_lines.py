@@ -18,6 +18,10 @@ from lmkit.tokenizer.chunks import REPLACE, Chunk, ErrorMode, valid_utf8
 if TYPE_CHECKING:
     from lmkit.tokenizer.chat import Message
 
+Stream = IO[bytes] | gzip.GzipFile
+"""An open file, or the decompressed content of one."""
+COMPRESSED = (".gz", ".zst")
+"""Ends the name of a compressed file."""
 _LONGEST_LINE = 1 << 28  # bytes of one JSON document: a small compressed file may hold a line without end
 _HALF = re.compile("[\ud800-\udfff]")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -46,21 +50,25 @@ _OF_MESSAGE = (
 """The same of a message. Other keys (id, source, ...) say nothing that a model reads or learns."""
 
 
+def kind_of(path: Path) -> str:
+    """Return the ending of a file's name, in lower case; of a compressed file, the ending of its content's."""
+    name = Path(path.name.lower())
+    return (name.with_suffix("") if name.suffix in COMPRESSED else name).suffix
+
+
 def holds_json(path: Path) -> bool:
     """Return whether the name of a file says that it holds JSON objects, a document each."""
-    return path.name.lower().removesuffix(".gz").endswith((".jsonl", ".ndjson", ".json"))
+    return kind_of(path) in (".jsonl", ".ndjson", ".json")
 
 
-def json_records(
-    stream: IO[bytes] | gzip.GzipFile, path: Path, errors: ErrorMode = "strict"
-) -> Iterator[tuple[str, Any]]:
+def json_records(stream: Stream, path: Path, errors: ErrorMode = "strict") -> Iterator[tuple[str, Any]]:
     """Yield the place, for errors, and the content of every line that is not blank; of a file that holds one JSON
     array, of every item.
 
     LmkitError: a line is too long, not JSON or not UTF-8. Half a surrogate pair (`\\ud800`) is valid JSON and no
     UTF-8; it is an error or becomes U+FFFD, as `errors` says.
     """
-    if path.name.lower().removesuffix(".gz").endswith(".json"):
+    if kind_of(path) == ".json":
         data = _read_line(stream.read, str(path))
         text = valid_utf8(Chunk(0, 0, len(data), data), path, errors).decode()
         whole = None

@@ -233,9 +233,9 @@ class CorpusConfig(Table):
     seed: Int64 = 0
     """`synth`: seed of the generator."""
     train: tuple[Path, ...] = ()
-    """Text files, or JSON objects in files that end in `.jsonl`, `.ndjson` or `.json`; compressed (`.gz`) or a pipe,
-    too (`files`, `chat`). A byte order mark at the beginning is left out. `weight` 0 or `train` false leaves a text
-    out; a conversation or message with it is read and not learned."""
+    """Text files, or JSON objects in files that end in `.jsonl`, `.ndjson` or `.json`; compressed (`.gz`, `.zst`) or
+    a pipe, too (`files`, `chat`). A byte order mark at the beginning is left out. `weight` 0 or `train` false leaves
+    a text out; a conversation or message with it is read and not learned."""
     valid: tuple[Path, ...] = ()
     """Held-out files (`files`, `chat`); if empty, about `valid_fraction` of the text, its last documents."""
     valid_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05

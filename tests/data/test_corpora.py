@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import random
+import sys
 import threading
 import tracemalloc
 from pathlib import Path
@@ -259,32 +260,47 @@ def pipe(tmp_path):
         assert not writer.is_alive(), "nobody read the pipe"
 
 
-def test_compressed_files_and_pipes_become_text(write, pipe, tmp_path):
-    story = json.dumps({"text": "three"}).encode()
+def zstd(*parts: bytes) -> bytes:
+    """Compress every part as a frame of its own, as pzstd does, with a frame to skip before it."""
+    zstandard = pytest.importorskip("zstandard", reason="the extra `text` is not installed")
+    skipped = (0x184D2A50).to_bytes(4, "little") + (4).to_bytes(4, "little") + b"skip"
+    return b"".join(skipped + zstandard.compress(part) for part in parts)
+
+
+COMPRESS = {".gz": lambda *parts: b"".join(map(gzip.compress, parts)), ".zst": zstd}
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_compressed_files_and_pipes_become_text(write, pipe, tmp_path, suffix):
+    compress, story = COMPRESS[suffix], json.dumps({"text": "three"}).encode()
     train = (
-        write("a.txt.gz", gzip.compress(b"one ") + gzip.compress("\u00e9".encode())),  # two members
+        write(f"a.txt{suffix}", compress(b"one ", "\u00e9".encode())),
         pipe("b", b"two"),
-        write("c.jsonl.gz", gzip.compress(story)),
+        pipe(f"b.txt{suffix}", compress(b"and a half")),
+        write(f"c.jsonl{suffix}", compress(story[:9], story[9:])),
+        write(f"c.json{suffix.upper()}", compress(b'[{"text": "3a"}, {"text": "3b"}]')),
         write("d.txt", "four"),
     )
     table = CorpusConfig(source="files", train=train, valid=(pipe("v", b"five"),))
     files = prepare_corpus(table, tmp_path / "corpus", progress=lambda *report: None)
-    assert files.train[0].read_text() == f"one \u00e9{MARK}two{MARK}three{MARK}four"
+    text = MARK.join(("one \u00e9", "two", "and a half", "three", "3a", "3b", "four"))
+    assert files.train[0].read_text() == text
     assert files.valid == (tmp_path / "corpus" / "valid.txt",)  # not the pipe
     assert files.valid[0].read_text() == "five"
 
 
-def test_compressed_text_is_read_in_bounded_memory(write, tmp_path, monkeypatch):
-    size = 32 << 20
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_compressed_text_is_read_in_bounded_memory(write, tmp_path, monkeypatch, suffix):
+    size = 48 << 20
     monkeypatch.setattr(json_lines, "_LONGEST_LINE", 1 << 20)
-    word = write("bomb.txt.gz", gzip.compress(b"a" * size, 1))
-    line = write("bomb.jsonl.gz", gzip.compress(b"[" * size, 1))
+    word = write(f"bomb.txt{suffix}", COMPRESS[suffix](b"a" * size))
+    line = write(f"bomb.jsonl{suffix}", COMPRESS[suffix](b"[" * size))
     tracemalloc.start()
     try:
         with plain_text_files(word, tmp_path / "made") as (text,):
             assert text.stat().st_size == size
         with (
-            raises(LmkitError, "corpus.long_line", "bomb.jsonl.gz, line 1"),
+            raises(LmkitError, "corpus.long_line", f"bomb.jsonl{suffix}, line 1"),
             plain_text_files(line, tmp_path / "made"),
         ):
             pass
@@ -294,13 +310,32 @@ def test_compressed_text_is_read_in_bounded_memory(write, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    "damage", [lambda data: data[:-9], lambda data: b"text" + data, lambda data: data[:40] + b"!" + data[41:]]
+    ("suffix", "code"), [(".gz", "corpus.damaged_gzip"), (".zst", "corpus.damaged_zstd")]
 )
-def test_a_damaged_gzip_file_is_an_error(write, split, tmp_path, damage):
-    data = gzip.compress(random.Random(1).randbytes(500).hex().encode())
-    with raises(LmkitError, "corpus.damaged_gzip", "text.txt.gz"):
-        split(write("text.txt.gz", damage(data)))
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data[:-9],
+        lambda data: b"text" + data,
+        lambda data: data[:40] + bytes([data[40] ^ 0xFF]) + data[41:],
+        lambda data: data + data[:30],
+        lambda data: data + b"text",
+    ],
+)
+def test_a_damaged_compressed_file_is_an_error(write, split, tmp_path, suffix, code, damage):
+    data = COMPRESS[suffix](random.Random(1).randbytes(500).hex().encode())
+    with raises(LmkitError, code, f"text.txt{suffix}"):
+        split(write(f"text.txt{suffix}", damage(data)))
     assert list((tmp_path / "corpus").iterdir()) == []
+
+
+def test_a_package_that_is_not_installed_is_named(write, split, monkeypatch):
+    path = write("text.txt.zst", zstd(b"some text"))
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with raises(
+        UsageError, "corpus.not_installed", "text.txt.zst", "zstandard", hint="pip install -e '.[text]'"
+    ):
+        split(path)
 
 
 @pytest.mark.parametrize("border", range(60))
