@@ -302,7 +302,7 @@ def tokens_of(options: Options, seed: int) -> Tokens:
     """Return the tokens: the token file, memory-mapped, or the bytes of a text or of generated stories."""
     import numpy as np
 
-    from lmkit.data.corpora import opened
+    from lmkit.data.formats import opened
     from lmkit.data.shards import SUFFIXES, open_tokens
     from lmkit.data.synth import generate_stories
 

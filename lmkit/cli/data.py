@@ -81,8 +81,8 @@ def encode(
         output: The token file (.npy) to write; of .bin shards, NAME in NAME_000000.bin, or a folder.
         format: npy: one file with its description; bin: shards as llm.c and modded-nanogpt read them.
         shard_tokens: Tokens of each .bin shard but the last; default: 100,000,000.
-        separator: What ends a document in text files (the text of a JSON object is one document); default: the
-            end-of-text token, as the tokenizer writes it.
+        separator: What ends a document in text files (the text of a JSON object or a row is one document);
+            default: the end-of-text token, as the tokenizer writes it.
         end_of_text: Special token that ends every document; default: what the tokenizer's files say.
         tokenizer: A tokenizer.json: lmkit tokenizer train makes one.
     """

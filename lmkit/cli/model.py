@@ -74,7 +74,7 @@ def evaluate(
 
     Args:
         tokens: Token file to evaluate on; default: the held-out file of the run.
-        text: Text, or JSON objects, to evaluate on; the model's tokenizer encodes it.
+        text: Text, JSON objects or Parquet to evaluate on; the model's tokenizer encodes it.
         by_document: Evaluate each document by itself.
         choices: JSON lines with question, choices and answer: accuracy by likelihood, as lm-eval's.
         harness: Task of lm-eval, or a .yaml file of one; repeatable. Needs lmkit[eval].

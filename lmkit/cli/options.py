@@ -77,8 +77,8 @@ HELP = {
     "print_recipe": "Print the resolved recipe and stop.",
     "dry_run": "Check everything, print what would happen, and stop.",
     "sources": "Text files or pipes, one or more, compressed if they end in .gz or .zst; "
-    "each JSON object of a .jsonl, .ndjson or .json file has a document under --field.",
-    "field": 'Key of a JSON object that holds the text, if not "text".',
+    "each JSON object of a .jsonl, .ndjson or .json file, or row of a .parquet file, has a document under --field.",
+    "field": 'Key of a JSON object, or column of a Parquet file, that holds the text, if not "text".',
     "errors": "At bytes that are not UTF-8: stop, or read them as U+FFFD.",
 }
 """Parameter of a command -> its help, unless the command's docstring has another one."""

@@ -24,7 +24,7 @@ from typing import Any
 
 from lmkit.cli.console import Result
 from lmkit.cli.ranks import alone, follow, leading
-from lmkit.data.corpora import check_corpus, mark_of, prepare_corpus, refuse_directory
+from lmkit.data.corpora import check_corpus, mark_of, prepare_corpus, refuse_directory, with_files
 from lmkit.data.encoding import encode_chat, encode_corpus
 from lmkit.data.shards import open_tokens, shard_paths
 from lmkit.data.token_files import PARTS, SIDECAR
@@ -283,7 +283,8 @@ class Pipeline:
         force: bool = False,
     ) -> None:
         self.recipe = recipe
-        self.corpus = required(recipe.corpus, "corpus", recipe, command="run")
+        corpus = required(recipe.corpus, "corpus", recipe, command="run")
+        self.corpus = corpus if skip_data else with_files(corpus)
         self.tokenizer = required(recipe.tokenizer, "tokenizer", recipe, command="run")
         required(recipe.model, "model", recipe, command="run")
         self.train = required(recipe.train, "train", recipe, command="run")
@@ -311,7 +312,8 @@ class Pipeline:
 
     def check(self) -> None:
         """Read the record; refuse options, files and folders with which the run would lose or lack something."""
-        self.record = record = StageRecord(self.folder, self.recipe, reads_sources=not self.skip_data)
+        recipe = self.recipe.model_copy(update={"corpus": self.corpus})
+        self.record = record = StageRecord(self.folder, recipe, reads_sources=not self.skip_data)
         if record.damage:
             log.warning("%s", record.damage)
         for stage in DATA_STAGES if self.skip_data else ():

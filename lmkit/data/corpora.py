@@ -3,38 +3,35 @@
 from __future__ import annotations
 
 import codecs
-import gzip
-import importlib
 import json
 import logging
 import mmap
 import os
 import re
 import shutil
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from io import BufferedReader, RawIOBase
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
-from lmkit.data.json_lines import COMPRESSED, Stream, holds_json, is_learned, json_records, messages_of
+from lmkit.data.formats import COMPRESSED, Stream, holds_documents, holds_parquet, opened
+from lmkit.data.json_lines import is_learned, json_records, messages_of
+from lmkit.data.parquet import parquet_texts
 from lmkit.data.synth import write_stories
-from lmkit.errors import LmkitError, UsageError, reason, some_of
+from lmkit.errors import UsageError, some_of
 from lmkit.recipe import END_OF_TEXT
 from lmkit.recipe.tables import CorpusConfig
 from lmkit.storage.atomic import atomic_path, naming, scratch_folder
-from lmkit.storage.inputs import open_input
+from lmkit.storage.inputs import files_of
 from lmkit.storage.outputs import refuse_too_large
 from lmkit.streams import Progress
-from lmkit.tokenizer.chunks import Chunk, ErrorMode, text_file_status, unreadable, valid_utf8
+from lmkit.tokenizer.chunks import Chunk, ErrorMode, text_file_status, valid_utf8
 from lmkit.tokenizer.engine import CHUNK_BYTES
 from lmkit.tokenizer.marks import no_end_of_text
 
 PathOrPaths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
-_ZSTD_BYTES = 128  # to decompress at a time: they may hold 4 MiB of text
 _TAIL_BYTES = 4096  # the end of a file, which is searched for its last mark
 _LINE_BREAK = re.compile(rb"(\r?\n)?")
 _HELD_OUT_SEED = 1 << 32  # added to the seed of the training part: held-out stories come from another stream
@@ -64,8 +61,8 @@ def prepare_corpus(
       Otherwise `folder` gets `train.txt` and `valid.txt`: the last documents are held out, as near to
       `valid_fraction` of the bytes as documents allow. If that is less than half of it, or more than one and a half
       of it and than a tenth of the text, a document is cut at the end of a line, or else between two characters.
-      JSON (`.jsonl`, `.ndjson`, `.json`; the key `table.field` holds a document), compressed files (`.gz`, `.zst`)
-      and pipes become text.
+      JSON (`.jsonl`, `.ndjson`, `.json`; the key `table.field` holds a document), Parquet (`.parquet`; the column of
+      that name), compressed files (`.gz`, `.zst`) and pipes become text.
     - `chat`: the same of conversations, JSON lines of messages; no conversation is cut.
     - any other source is a dataset, see `lmkit.data.download`: downloaded to `table.folder` unless it is there.
 
@@ -73,15 +70,15 @@ def prepare_corpus(
         mark: ends a document in text files; None: each file is one document.
 
     Raises:
-        UsageError: a file is missing ("corpus.missing_file"), empty ("corpus.empty"), named twice
-            ("corpus.named_twice") or too short to hold out a part ("corpus.too_short"); a JSON object has no such
-            field ("corpus.no_field"); a key changes what is learned ("corpus.unsupported_key"); the package that
-            reads a file is not installed ("corpus.not_installed").
+        UsageError: a file is missing ("corpus.missing_file", "corpus.empty_glob"), empty ("corpus.empty"), named
+            twice ("corpus.named_twice") or too short to hold out a part ("corpus.too_short"); a JSON object or a
+            Parquet file has no such field, or it holds no text ("corpus.no_field"); a key changes what is learned
+            ("corpus.unsupported_key"); the package that reads a file is not installed ("corpus.not_installed").
         LmkitError: invalid UTF-8, unless `errors` is "replace" ("text.not_utf8"); a broken JSON line
-            ("corpus.not_json"), or one that is too long ("corpus.long_line"); a broken compressed
-            file ("corpus.damaged_gzip", "corpus.damaged_zstd").
+            ("corpus.not_json"), or one that is too long ("corpus.long_line"); a broken file
+            ("corpus.damaged_gzip", "corpus.damaged_zstd", "corpus.damaged_parquet").
     """
-    suffix = ".jsonl" if table.source == "chat" else ".txt"
+    table, suffix = with_files(table), ".jsonl" if table.source == "chat" else ".txt"
     train, valid = folder / f"train{suffix}", folder / f"valid{suffix}"
     if table.source == "synth":
         size = table.size_mb
@@ -115,6 +112,21 @@ def prepare_corpus(
     return CorpusFiles((train,), (valid,))
 
 
+def with_files(table: CorpusConfig) -> CorpusConfig:
+    """Return a table with the files that its globs name; UsageError: a glob names no file ("corpus.empty_glob")."""
+    found: dict[str, tuple[Path, ...]] = {}
+    for key in ("train", "valid"):
+        for path in getattr(table, key):
+            if not (files := files_of(path)):
+                message = f"corpus.{key}: {path}: no file has such a name"
+                hint = (
+                    "paths are relative to the current folder; * stands for any letters, ** for any folders"
+                )
+                raise UsageError("corpus.empty_glob", message, hint=hint)
+            found[key] = (*found.get(key, ()), *files)
+    return table.model_copy(update=found)
+
+
 def check_corpus(table: CorpusConfig, folder: Path) -> None:
     """Refuse a corpus that `prepare_corpus` could not make, before anything is made.
 
@@ -146,15 +158,15 @@ def plain_text_files(
     separator: str | None = None,
     progress: Progress | None = None,
 ) -> Iterator[list[Path]]:
-    """Yield text files for the given files: JSON, compressed files and pipes become text in a temporary folder.
+    """Yield text files for the given files: what is no plain text file becomes one in a temporary folder.
 
     Args:
         folder: where the temporary folder is created; None uses the system's, which may be small.
-        field: the key of a JSON object that holds the text; None: "text".
+        field: the key of a JSON object, or the column of a Parquet file, that holds the text; None: "text".
         mark: ends a document in text files.
-        separator: left out at the end of the text of a JSON object.
+        separator: left out at the end of the text of a JSON object or a row.
 
-    Errors are those of `prepare_corpus`; UsageError: a field, and no file holds JSON ("corpus.unused_field").
+    Errors are those of `prepare_corpus`; UsageError: a field, and no file has any ("corpus.unused_field").
     """
     texts = as_paths(paths)
     if field is not None:
@@ -175,26 +187,26 @@ def plain_text_files(
 
 
 def _is_converted(path: Path) -> bool:
-    """Return whether a file must be made into a text file: JSON lines, a compressed file, a pipe."""
-    return path.suffix.lower() in COMPRESSED or holds_json(path) or path.is_fifo()
+    """Return whether a file must be made into a text file: JSON, Parquet, a compressed file, a pipe."""
+    return path.suffix.lower() in COMPRESSED or holds_documents(path) or path.is_fifo()
 
 
 def refuse_unused_field(key: str, paths: Sequence[Path]) -> None:
-    """Refuse a key of JSON objects where no file holds them by its name: JSON would be read as text."""
-    if not any(map(holds_json, paths)):
-        message = f"{key}: {some_of(paths)} is read as text, not as JSON objects"
-        hint = "end the name of a file of JSON objects in .jsonl, .ndjson or .json, or leave the key out"
+    """Refuse a key or column where no file has any by its name: JSON would be read as text."""
+    if not any(map(holds_documents, paths)):
+        message = f"{key}: {some_of(paths)} is read as text, not as JSON objects or Parquet"
+        hint = "end the name of a file in .jsonl, .ndjson, .json or .parquet, or leave the key out"
         raise UsageError("corpus.unused_field", message, hint=hint)
 
 
 def mark_of(paths: Sequence[Path], separator: str | None, end: str | None) -> str | None:
-    """Return what ends a document when files are one text: `separator` in text files, `end` in JSON objects.
+    """Return what ends a document when files are one text: `separator` in text files, `end` in JSON and Parquet.
 
     UsageError: there is a separator, and there are files of both kinds ("corpus.mixed_kinds").
     """
-    kinds = set(map(holds_json, paths))
+    kinds = set(map(holds_documents, paths))
     if separator is not None and len(kinds) > 1:
-        message = f"{some_of(paths)}: a separator ends documents of text files, not of JSON"
+        message = f"{some_of(paths)}: a separator ends documents of text files, not of JSON or Parquet"
         hint = "write the text files as JSON lines, or leave the separator out"
         raise UsageError("corpus.mixed_kinds", message, hint=hint)
     return end if separator is None or kinds == {True} else separator
@@ -213,7 +225,7 @@ def _check_files(key: str, paths: Sequence[Path]) -> None:
 def refuse_directory(key: str, path: Path) -> None:
     """Refuse a directory where a key of a recipe names a text file."""
     if path.is_dir():
-        hint = f'name the files in it: {key} = ["{path}/a.txt", "{path}/b.txt"]'
+        hint = f'name the files in it: {key} = ["{path}/*.txt"]'
         raise UsageError("corpus.directory", f"{key}: {path} is a directory", hint=hint)
 
 
@@ -268,18 +280,23 @@ def _join(
     progress: Progress | None,
 ) -> int:
     """Write the text of all files, with `mark` between files and after each JSON document; return its bytes."""
-    sizes = [0 if path.is_fifo() else text_file_status(path).st_size for path in paths]
+    # The end of a Parquet file says where its columns are: a pipe has none.
+    sizes = [
+        0 if path.is_fifo() and not holds_parquet(path) else text_file_status(path).st_size for path in paths
+    ]
     end, done, written = (mark or "").encode(), 0, 0
     with open(target, "wb") as file:
         for number, (path, size) in enumerate(zip(paths, sizes, strict=True), 1):
             ending = b""
             with opened(path) as (source, stream):
                 if table.source == "chat":
+                    _refuse_parquet(path)
                     pieces = _conversations(stream, path, table)
-                elif holds_json(path):
+                elif holds_documents(path):
                     if mark is None:
                         raise no_end_of_text(path)
-                    pieces = _json_documents(stream, path, table, end)
+                    texts = parquet_texts if holds_parquet(path) else _json_texts
+                    pieces = _documents(texts(stream, path, table), path, table, end)
                 else:
                     pieces = _text_pieces(stream, path, table)
                 for piece in pieces:
@@ -303,76 +320,6 @@ def blank_behind(tail: bytes, mark: bytes) -> int | None:
     return None if behind is None or behind.strip() else len(behind)
 
 
-@contextmanager
-def opened(path: Path) -> Iterator[tuple[BinaryIO, Stream]]:
-    """Yield an open file or pipe, and the stream of its content, decompressed if the file is compressed."""
-    if path.is_fifo():
-        log.info("reading the pipe %s until its writer closes it", path)
-    try:
-        file = open_input(path, pipes=True)
-    except OSError as error:
-        raise unreadable(path, reason(error)) from error
-    suffix = path.suffix.lower()
-    with file:
-        if suffix not in COMPRESSED:
-            yield file, file
-            return
-        kind = "gzip" if suffix == ".gz" else "zstd"
-        damages: tuple[type[Exception], ...] = (gzip.BadGzipFile, EOFError, zlib.error)
-        if kind == "zstd":
-            damages = (EOFError, text_package("zstandard", path).ZstdError)
-        try:
-            with gzip.GzipFile(fileobj=file) if kind == "gzip" else BufferedReader(_Zstd(file)) as stream:
-                yield file, stream
-        except damages as error:
-            hint = f"make or download it again; a text that is not compressed has no {suffix} at its end"
-            message = f"{path}: not a whole {kind} file ({error})"
-            raise LmkitError(f"corpus.damaged_{kind}", message, hint=hint) from error
-
-
-def text_package(name: str, path: Path) -> Any:
-    """Import the package that reads a file; UsageError: it is not installed ("corpus.not_installed")."""
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        message = f"{path}: is read with the package {error.name}, which is not installed"
-        hint = "in the checkout of lmkit: pip install -e '.[text]'"
-        raise UsageError("corpus.not_installed", message, hint=hint) from None
-
-
-class _Zstd(RawIOBase):
-    """The content of a zstd file of one or several frames; EOFError: the last frame has no end.
-
-    zstandard's own reader takes a frame without its end for a whole one.
-    """
-
-    def __init__(self, file: BinaryIO) -> None:
-        import zstandard
-
-        self._file = file
-        self._frame: Any = None
-        self._packed, self._content = b"", memoryview(b"")
-        # `zstd --long=31` asks for 2 GiB.
-        self._new_frame = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, room: Any) -> int:
-        while not self._content:
-            if not (packed := self._packed or self._file.read(_ZSTD_BYTES)):
-                if self._frame is not None:
-                    raise EOFError("its last frame has no end")
-                return 0
-            self._frame = frame = self._frame or self._new_frame()
-            self._content, self._packed = memoryview(frame.decompress(packed)), frame.unused_data
-            if frame.eof:
-                self._frame = None
-        count = min(len(room), len(self._content))
-        room[:count], self._content = self._content[:count], self._content[count:]
-        return count
-
-
 def _text_pieces(stream: Stream, path: Path, table: CorpusConfig) -> Iterator[bytes]:
     """Yield valid UTF-8 in pieces that are cut between characters."""
     data, offset = b"", 0
@@ -386,9 +333,8 @@ def _text_pieces(stream: Stream, path: Path, table: CorpusConfig) -> Iterator[by
         yield valid_utf8(Chunk(0, offset, len(data), data), path, table.errors)
 
 
-def _json_documents(stream: Stream, path: Path, table: CorpusConfig, end: bytes) -> Iterator[bytes]:
-    """Yield a document with its mark for every JSON object that has text."""
-    marked = empty = 0
+def _json_texts(stream: Stream, path: Path, table: CorpusConfig) -> Iterator[bytes]:
+    """Yield the text of every JSON object that is learned."""
     for where, record in json_records(stream, path, table.errors):
         keys = record if isinstance(record, dict) else {}
         document = keys.get(table.field)
@@ -403,9 +349,15 @@ def _json_documents(stream: Stream, path: Path, table: CorpusConfig, end: bytes)
                 )
             message = f'{where}: no text under "{table.field}" ({found[:80]})'
             raise UsageError("corpus.no_field", message, hint=hint)
-        if not is_learned(keys, where, field=table.field):
-            continue
-        data = document.encode().removesuffix((table.separator or "").encode())
+        if is_learned(keys, where, field=table.field):
+            yield document.encode()
+
+
+def _documents(texts: Iterable[bytes], path: Path, table: CorpusConfig, end: bytes) -> Iterator[bytes]:
+    """Yield every text that is not empty, with its mark."""
+    marked = empty = 0
+    for text in texts:
+        data = text.removesuffix((table.separator or "").encode())
         marked += end in data.removesuffix(end)
         empty += not data
         if data:
@@ -414,6 +366,15 @@ def _json_documents(stream: Stream, path: Path, table: CorpusConfig, end: bytes)
         log.warning("%s: %d texts are empty, and no documents", path, empty)
     if marked:
         log.warning("%s: %d documents hold %s, which ends a document", path, marked, end.decode())
+
+
+def _refuse_parquet(path: Path) -> None:
+    if holds_parquet(path):
+        hint = (
+            "write them as JSON lines: pandas.read_parquet(FILE).to_json(OUT, orient='records', lines=True)"
+        )
+        message = f"{path}: conversations are not read from Parquet"
+        raise UsageError("corpus.parquet_chat", message, hint=hint)
 
 
 def _conversations(stream: Stream, path: Path, table: CorpusConfig) -> Iterator[bytes]:

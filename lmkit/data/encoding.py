@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 
 from lmkit.data.bin_files import BinWriter, bin_name, bin_writer, shard_name, written
-from lmkit.data.corpora import PathOrPaths, as_paths, blank_behind, mark_of, opened, plain_text_files
-from lmkit.data.json_lines import holds_json, json_records, messages_of
+from lmkit.data.corpora import PathOrPaths, as_paths, blank_behind, mark_of, plain_text_files
+from lmkit.data.formats import holds_documents, opened
+from lmkit.data.json_lines import json_records, messages_of
 from lmkit.data.token_files import DOCUMENTS, PARTS, SIDECAR, TokenFileWriter, TokenMeta
 from lmkit.errors import UsageError, some_of
 from lmkit.measure.environment import usable_cpus
@@ -62,14 +63,16 @@ def encode_corpus(
     stand around every document, unless its text has them already.
 
     Args:
-        sources: one path or several; `.jsonl`, `.ndjson` and `.json` hold documents under a key of JSON objects.
+        sources: one path or several; `.jsonl`, `.ndjson` and `.json` hold documents under a key of JSON objects,
+            `.parquet` in a column.
         output: the token file; ends in `.npy`. Of `.bin` shards, NAME in `NAME_000000.bin`, or a folder, whose name
             they get.
         workers: threads that encode; 0 takes one per usable CPU. The file does not depend on it.
         errors: stop at text that is not UTF-8 ("strict") or read it as U+FFFD ("replace").
-        field: the key of a JSON object that holds the text; None: "text". Refused where no source holds JSON.
+        field: the key of a JSON object, or the column of a Parquet file, that holds the text; None: "text". Refused
+            where no source has any.
         separator: what ends a document in text files; None: the end-of-text token, as the tokenizer writes it. The
-            text of a JSON object is one document; a separator at its end is left out.
+            text of a JSON object or a row is one document; a separator at its end is left out.
         format: "bin": shards as of llm.c, in which the end-of-text token comes before each document.
         shard_tokens: tokens of each `.bin` shard but the last.
         force: overwrite `output`.
@@ -104,7 +107,7 @@ def encode_corpus(
         hint = "leave it out: a document ends with the end-of-text token, and with its file"
         raise UsageError("corpus.empty_separator", "--separator: is empty", hint=hint)
     end = tokenizer.marks.end
-    if end is None and (separator is not None or len(paths) > 1 or any(map(holds_json, paths))):
+    if end is None and (separator is not None or len(paths) > 1 or any(map(holds_documents, paths))):
         raise no_end_of_text(paths[0])
     mark = mark_of(paths, separator, end)
     if tokenizer.missing_bytes:

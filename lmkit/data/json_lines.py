@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import gzip
 import io
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
+from lmkit.data.formats import Stream, kind_of
 from lmkit.errors import LmkitError, UsageError
 from lmkit.storage.inputs import parse_json
 from lmkit.tokenizer.chunks import REPLACE, Chunk, ErrorMode, valid_utf8
@@ -18,18 +18,14 @@ from lmkit.tokenizer.chunks import REPLACE, Chunk, ErrorMode, valid_utf8
 if TYPE_CHECKING:
     from lmkit.tokenizer.chat import Message
 
-Stream = IO[bytes] | gzip.GzipFile
-"""An open file, or the decompressed content of one."""
-COMPRESSED = (".gz", ".zst")
-"""Ends the name of a compressed file."""
 _LONGEST_LINE = 1 << 28  # bytes of one JSON document: a small compressed file may hold a line without end
 _HALF = re.compile("[\ud800-\udfff]")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _HINT = "every line must hold one JSON object"
 _EACH = 'every line must hold {"messages": [{"role": "user", "content": "..."}, ...]}'
-_LEARNED = ("weight", "train")
+LEARNED = ("weight", "train")
 """Keys of a line or a message; 0 or false: a model does not learn it."""
-_LEARNED_IN_CHAT = (*_LEARNED, "training", "loss")
+_LEARNED_IN_CHAT = (*LEARNED, "training", "loss")
 """The same where there are messages. Elsewhere `loss` is a number that somebody measured."""
 _MASKS = ("mask", "masked", "loss_mask", "loss_scale", "train_detail", "training_detail")
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
@@ -48,17 +44,6 @@ _OF_MESSAGE = (
     *("reasoning_content", "reasoning", "thinking", "refusal", "prefix", *_MASKS),
 )
 """The same of a message. Other keys (id, source, ...) say nothing that a model reads or learns."""
-
-
-def kind_of(path: Path) -> str:
-    """Return the ending of a file's name, in lower case; of a compressed file, the ending of its content's."""
-    name = Path(path.name.lower())
-    return (name.with_suffix("") if name.suffix in COMPRESSED else name).suffix
-
-
-def holds_json(path: Path) -> bool:
-    """Return whether the name of a file says that it holds JSON objects, a document each."""
-    return kind_of(path) in (".jsonl", ".ndjson", ".json")
 
 
 def json_records(stream: Stream, path: Path, errors: ErrorMode = "strict") -> Iterator[tuple[str, Any]]:
@@ -119,7 +104,7 @@ def is_learned(
     keys: Mapping[str, Any],
     where: str,
     *,
-    learned: Sequence[str] = _LEARNED,
+    learned: Sequence[str] = LEARNED,
     lost: Sequence[str] = (),
     field: str = "",
 ) -> bool:

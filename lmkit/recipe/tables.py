@@ -233,18 +233,19 @@ class CorpusConfig(Table):
     seed: Int64 = 0
     """`synth`: seed of the generator."""
     train: tuple[Path, ...] = ()
-    """Text files, or JSON objects in files that end in `.jsonl`, `.ndjson` or `.json`; compressed (`.gz`, `.zst`) or
-    a pipe, too (`files`, `chat`). A byte order mark at the beginning is left out. `weight` 0 or `train` false leaves
-    a text out; a conversation or message with it is read and not learned."""
+    """Text files; JSON objects in files that end in `.jsonl`, `.ndjson` or `.json`; rows of `.parquet` (`files`).
+    Compressed (`.gz`, `.zst`) or a pipe, too (`files`, `chat`). A glob (`shards/*.parquet`) names its files sorted by
+    name. A byte order mark at the beginning is left out. `weight` 0 or `train` false leaves a text out; a
+    conversation or message with it is read and not learned."""
     valid: tuple[Path, ...] = ()
     """Held-out files (`files`, `chat`); if empty, about `valid_fraction` of the text, its last documents."""
     valid_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """The part of the text that is held out, without `valid` (`synth`, `files`, `chat`)."""
     field: str = "text"
-    """`files`: the key of a JSON object that holds the text."""
+    """The key of a JSON object, or the column of a Parquet file, that holds the text."""
     separator: Annotated[str | None, Field(min_length=1)] = None
     """What ends a document in text files; default: the tokenizer's end-of-text token, as its file writes it, or
-    `<|endoftext|>` in downloads. The text of a JSON object is one document."""
+    `<|endoftext|>` in downloads. The text of a JSON object, or of a row, is one document."""
     errors: Literal["strict", "replace"] = "strict"
     """Invalid UTF-8: stop and name the byte offset, or replace it by U+FFFD."""
 

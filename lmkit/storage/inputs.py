@@ -7,6 +7,7 @@ is what its user asks for; nothing else may. What the shell hands over (`/dev/st
 from __future__ import annotations
 
 import errno
+import glob
 import json
 import os
 import stat
@@ -21,6 +22,13 @@ _MOST_BYTES = 1 << 26  # of a JSON file
 def in_home(path: Path) -> Path:
     """Return a path with the home folder in place of `~` at its beginning; `~name` is an ordinary name."""
     return path.expanduser() if path.parts[:1] == ("~",) else path
+
+
+def files_of(path: Path) -> list[Path]:
+    """Return the files that a glob names, sorted by name; the path itself if it is no glob, or is a file's name."""
+    if not glob.has_magic(str(path)) or os.path.lexists(path):
+        return [path]
+    return [Path(name) for name in sorted(glob.glob(str(path), recursive=True)) if not os.path.isdir(name)]
 
 
 def open_input(path: str | os.PathLike[str], *, pipes: bool = False) -> BufferedReader:

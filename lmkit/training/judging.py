@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from lmkit.core.ranges import range_
-from lmkit.data.corpora import PathOrPaths, opened
+from lmkit.data.corpora import PathOrPaths
 from lmkit.data.encoding import encode_corpus
+from lmkit.data.formats import opened
 from lmkit.data.json_lines import json_records
 from lmkit.data.shards import name_of, open_tokens, shard_paths, with_num_bytes
 from lmkit.data.token_files import TokenFile, check_length, document_starts

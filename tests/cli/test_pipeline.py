@@ -158,3 +158,19 @@ def test_every_folder_of_seeds_is_checked_before_the_first_run_starts(run, termi
     command = "run fish.toml --seeds 3 --set run.name=many"
     terminal.refuses(command, code="run.not_a_run_folder", says=["seed-2"])
     assert [path.name for path in Path("runs/many").iterdir()] == ["seed-2"]
+
+
+def test_the_files_of_a_glob_count_by_content(recipe, tmp_path):
+    (tmp_path / "b.txt").write_text("two")
+    recipe = recipe.changed(corpus={"source": "files", "train": (tmp_path / "*.txt",)})
+    planned = pipeline.Pipeline(recipe, progress=lambda *_: None)
+    planned.check()
+    assert planned.corpus.train == (tmp_path / "b.txt",)
+    planned.record.finish("corpus", {})
+    planned.record.save()
+    (tmp_path / "a.txt").write_text("one")
+    assert StageRecord(recipe.run.path, planned.recipe, reads_sources=False).damaged("corpus") == []
+    again = pipeline.Pipeline(recipe, progress=lambda *_: None)
+    again.check()
+    assert (again.why("corpus"), [path.name for path in again.corpus.train]) == ("", ["a.txt", "b.txt"])
+    refused("corpus.empty_glob", recipe.changed(corpus={"train": (tmp_path / "*.md",)}))
