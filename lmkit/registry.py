@@ -319,6 +319,13 @@ class BenchFacts(Facts):
         return f"{name}_" if self.stem is None else f"{self.stem}_" if self.stem else ""
 
 
+@dataclass(frozen=True)
+class DatasetFacts(Facts):
+    """A dataset to download; `tokens`: whether it holds token files and not text."""
+
+    tokens: bool = False
+
+
 _REFERENCE = KernelFacts(1, ("scaled_dot_prod_attention",), masks=True, windows=True, keeps_scores=True)
 _IN_CORE = [
     Entry("reference", "lmkit.core.attention", "reference", _REFERENCE),
@@ -340,7 +347,7 @@ SCHEDULES = Registry(
     ],
 )
 """Functions `schedule(step, *, lr, min_lr, warmup_steps, total_steps, **uses) -> lr`; see `lmkit.core.schedule`."""
-DATASETS = Registry("DATASETS", "dataset", Facts, "data")
+DATASETS = Registry("DATASETS", "dataset", DatasetFacts, "data")
 """Functions that return their `lmkit.data.download.Dataset`."""
 REGISTRIES: tuple[Registry[Any], ...] = (
     *(ATTENTION, OPERATIONS, STRATEGIES, OPTIMIZERS, BENCHES, SCHEDULES, DATASETS),

@@ -176,7 +176,7 @@ BUDGETS = {
     "bench": 4483,
     "cli": 2399,
     "core": 1511,
-    "data": 1870,
+    "data": 1910,
     "generation": 884,
     "kernels": 5531,
     "measure": 1438,

@@ -64,7 +64,8 @@ def prepare_corpus(
       JSON (`.jsonl`, `.ndjson`, `.json`; the key `table.field` holds a document), Parquet (`.parquet`; the column of
       that name), compressed files (`.gz`, `.zst`) and pipes become text.
     - `chat`: the same of conversations, JSON lines of messages; no conversation is cut.
-    - any other source is a dataset, see `lmkit.data.download`: downloaded to `table.folder` unless it is there.
+    - any other source is a dataset, see `lmkit.data.download`: downloaded to `table.folder` unless it is there; its
+      text files are used where they are, Parquet becomes text.
 
     Args:
         mark: ends a document in text files; None: each file is one document.
@@ -79,16 +80,20 @@ def prepare_corpus(
             ("corpus.damaged_gzip", "corpus.damaged_zstd", "corpus.damaged_parquet").
     """
     table, suffix = with_files(table), ".jsonl" if table.source == "chat" else ".txt"
+    if table.source not in ("synth", "files", "chat"):
+        from lmkit.data.download import download_dataset
+
+        *learned, held_out = download_dataset(
+            table.source, table.folder, shards=table.shards, progress=progress
+        )
+        named = {"source": "files", "train": tuple(learned), "valid": (held_out,)}
+        table = table.model_copy(update=named)
     train, valid = folder / f"train{suffix}", folder / f"valid{suffix}"
     if table.source == "synth":
         size = table.size_mb
         end = mark or END_OF_TEXT
         write_stories(train, size_mb=size, seed=table.seed, end=end, progress=progress)
         write_stories(valid, size_mb=size * table.valid_fraction, seed=table.seed + _HELD_OUT_SEED, end=end)
-    elif table.source not in ("files", "chat"):
-        from lmkit.data.download import download_dataset
-
-        train, valid = download_dataset(table.source, table.folder, progress=progress)
     else:
         given = (("corpus.train", table.train, train), ("corpus.valid", table.valid, valid))
         for key, paths, _ in given:

@@ -1,6 +1,6 @@
 """Download datasets: resume, check, and never leave half a file under its name.
 
-A dataset registers itself, here (`tinystories`) or in a file from outside; its name is then known to recipes
+A dataset registers itself, here or in a file from outside; its name is then known to recipes
 (`corpus.source`) and to `lmkit data download`.
 
 No digest is built in. A download is checked against the server instead: its length, and the SHA-256 that the Hugging
@@ -13,18 +13,19 @@ from __future__ import annotations
 import gzip
 import http.client
 import json
+import logging
 import os
 import re
 import time
 import urllib.error
 import urllib.request
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from lmkit.errors import LmkitError, reason
+from lmkit.errors import LmkitError, UsageError, reason
 from lmkit.plugins import wrong_result
 from lmkit.registry import DATASETS
 from lmkit.storage.atomic import PARTIAL_SUFFIX, FolderLock, atomic_path, naming, sha256_file, write_atomic
@@ -32,6 +33,7 @@ from lmkit.storage.inputs import open_input, read_input
 from lmkit.storage.outputs import refuse_unwritable
 from lmkit.streams import Progress
 
+log = logging.getLogger("lmkit")
 _BLOCK = 1 << 20
 _ATTEMPTS = 6
 RETRY_WAIT_S = 1.0
@@ -41,7 +43,7 @@ _TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A text file of a dataset: its name in the folder of downloads and on the server. `.gz` files are unpacked.
+    """A file of a dataset: its name in the folder of downloads and on the server. `.gz` files are unpacked.
 
     `max_bytes` limits both download and unpacked text, so that a small archive cannot fill the disk.
     """
@@ -53,10 +55,10 @@ class RemoteFile:
 
 @dataclass(frozen=True)
 class Dataset:
-    """A training and a held-out file below one address."""
+    """A training file, or shards in their order, and a held-out file below one address; all in one folder."""
 
     base_url: str
-    train: RemoteFile
+    train: RemoteFile | Sequence[RemoteFile]
     valid: RemoteFile
 
 
@@ -83,33 +85,84 @@ def owt() -> Dataset:
     )
 
 
+@DATASETS.register("fineweb_edu", order=3)
+def fineweb_edu() -> Dataset:
+    """Return 100 billion tokens of FineWeb-Edu (Penedo et al. 2024, arXiv:2406.17557), shuffled: nanochat's copy."""
+    *train, valid = _shards("fineweb_edu", "shard_{:05}.parquet", range(1823), 1_000_000_000)
+    return Dataset(f"{_HUB}/karpathy/fineweb-edu-100b-shuffle/resolve/main", train, valid)
+
+
+@DATASETS.register("climbmix", order=4)
+def climbmix() -> Dataset:
+    """Return 400 billion tokens of ClimbMix (Diao et al. 2025, arXiv:2504.13161), shuffled: nanochat's copy."""
+    *train, valid = _shards("climbmix", "shard_{:05}.parquet", range(6543), 1_000_000_000)
+    return Dataset(f"{_HUB}/karpathy/climbmix-400b-shuffle/resolve/main", train, valid)
+
+
+@DATASETS.register("fineweb10b", order=5, tokens=True)
+def fineweb10b() -> Dataset:
+    """Return 10 billion tokens of FineWeb (Penedo et al. 2024, arXiv:2406.17557) by GPT-2's tokenizer, 100 million a
+    shard: modded-nanogpt's copy."""
+    train = _shards("fineweb10b", "fineweb_train_{:06}.bin", range(1, 104), 250_000_000)
+    (valid,) = _shards("fineweb10b", "fineweb_val_{:06}.bin", range(1), 250_000_000)
+    return Dataset(f"{_HUB}/kjj0/fineweb10B-gpt2/resolve/main", train, valid)
+
+
+def _shards(folder: str, remote: str, numbers: Iterable[int], max_bytes: int) -> list[RemoteFile]:
+    names = map(remote.format, numbers)
+    return [RemoteFile(f"{folder}/{name}", name, max_bytes) for name in names]
+
+
 def download_dataset(
-    dataset: str | Dataset, folder: str | os.PathLike[str], *, progress: Progress | None = None
+    dataset: str | Dataset,
+    folder: str | os.PathLike[str],
+    *,
+    shards: int | None = None,
+    progress: Progress | None = None,
 ) -> list[Path]:
-    """Fetch a dataset (or the one of a registered name) into `folder`; return its text files: train, then valid.
+    """Fetch a dataset (or the one of a registered name) into `folder`; return its files: train, then valid.
+
+    Of a dataset in several shards, fetch the first `shards`, one after another (None: one).
 
     Files that are there with their recorded digest are kept. An interrupted transfer is resumed if the file on the
     server is still the same (`If-Range`): at once after a cut connection, at the next call after a kill.
     `progress` is called with (stage, bytes done, bytes in all or 0 if the server does not say).
 
     Raises:
+        UsageError: the dataset has fewer shards ("download.shards").
         LmkitError: the server cannot be reached or lacks the file ("download.failed"); the digest is wrong
             ("download.wrong_digest") or the file too large ("download.too_large"): the download is removed; the
             archive is damaged ("download.damaged"); another file has the name ("download.file_exists"); a file
             changed since it was fetched ("download.changed"); the disk refuses ("download.disk").
     """
+    name = "the dataset"
     if isinstance(dataset, str):
         name, dataset = dataset, DATASETS.load(dataset)()
         if not isinstance(dataset, Dataset):
             raise wrong_result(DATASETS, name, f"{type(dataset).__name__}, no Dataset")
     folder = Path(folder)
     refuse_unwritable(folder, option="--folder; in a recipe corpus.folder")
-    report = progress or (lambda stage, done, total: None)
-    files = dataset.train, dataset.valid
-    with FolderLock(folder):
+    train = [dataset.train] if isinstance(dataset.train, RemoteFile) else dataset.train
+    count = 1 if shards is None else shards
+    if not 1 <= count <= len(train):
+        message, hint = (
+            f"{name}: has {len(train):,} training shards, not {count:,}",
+            f"take 1 to {len(train):,}",
+        )
+        raise UsageError("download.shards", message, hint=f"{hint}: --shards; in a recipe corpus.shards")
+    if len(train) > 1:
+        log.info("%s: %d of %d training shards", name, count, len(train))
+    files = [*train[:count], dataset.valid]
+
+    def report(stage: str, done: int, total: int) -> None:
+        if progress is not None:
+            place = f" ({files.index(file) + 1} of {len(files)})" if len(files) > 2 else ""
+            progress(stage + place, done, total)
+
+    with FolderLock((folder / dataset.valid.name).parent):
         for file in files:
             path = folder / file.name
-            fetched = folder / file.remote if file.remote.endswith(".gz") else path
+            fetched = path.with_name(file.remote) if file.remote.endswith(".gz") else path
             if _is_complete(path):
                 continue
             if fetched == path or not _is_complete(fetched):

@@ -29,7 +29,7 @@ from lmkit.recipe.values import (
     Table,
     Workers,
 )
-from lmkit.registry import ATTENTION
+from lmkit.registry import ATTENTION, DATASETS
 from lmkit.storage.inputs import in_home
 
 TOKENS_PER_PARAMETER = 20.0
@@ -225,9 +225,13 @@ class CorpusConfig(Table):
 
     source: CorpusSource = "synth"
     """`synth`: generated stories, offline. `files`: your own text. `chat`: conversations, JSON lines of messages, of
-    which the assistant's words are learned. A dataset (`tinystories`, `owt`) is downloaded."""
+    which the assistant's words are learned. `tinystories`, `owt`, `fineweb_edu` and `climbmix` are downloaded.
+    """
     folder: Path = Path("artifacts/data")
     """Downloads are kept here, shared by all runs."""
+    shards: PositiveInt | None = None
+    """Of a dataset in several training shards (`fineweb_edu` has 1,822 of 0.1 GB, `climbmix` 6,542), the first so
+    many; default: one."""
     size_mb: PositiveFloat = 20.0
     """`synth`: size of the generated training text, in 10^6 bytes."""
     seed: Int64 = 0
@@ -256,6 +260,15 @@ class CorpusConfig(Table):
             raise ValueError(f'source = "{self.source}" needs train = ["some/file"]')
         if not has_files and (self.train or self.valid):
             raise ValueError(f'train and valid belong to source = "files" or "chat", not "{self.source}"')
+        if self.shards is not None and self.source in ("synth", "files", "chat"):
+            raise ValueError(
+                f'shards belongs to a dataset that is downloaded, not to source = "{self.source}"'
+            )
+        if self.source in DATASETS.names and DATASETS.facts(self.source).tokens:
+            raise ValueError(
+                f'source = "{self.source}" holds tokens, no text: lmkit data download {self.source} --shards 8, then '
+                f'data.train = "artifacts/data/{self.source}/*train*.bin" and data.valid, without [corpus]'
+            )
         return self
 
 

@@ -26,6 +26,9 @@ class FileServer:
         statuses: the next answers are these errors.
         announce_length: instead of the true length of a body; 0: none is announced.
         part_shift: how far beside the part that was asked for an answer begins.
+        prefix: of the paths of all files.
+        digests: of files, sent with a redirect as the hub does.
+        paths: of the files that were sent, also if they were cut.
     """
 
     files: dict[str, bytes] = field(default_factory=dict)
@@ -38,6 +41,9 @@ class FileServer:
     announce_length: int | None = None
     part_shift: int = 0
     requests: list[dict[str, str]] = field(default_factory=list)
+    prefix: str = ""
+    digests: dict[str, str] = field(default_factory=dict)
+    paths: list[str] = field(default_factory=list)
     url: str = ""
 
 
@@ -55,12 +61,16 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if site.redirect_headers is not None and not self.path.startswith("/storage"):
             where = {"Location": "/storage" + self.path, "Content-Length": "0"}
+            if digest := site.digests.get(self.path.rpartition("/")[2]):
+                where["X-Linked-Etag"] = f'"{digest}"'
             self._answer(302, site.redirect_headers | where)
             return
-        content = site.files.get(self.path.removeprefix("/storage").removeprefix("/new").lstrip("/"))
-        if content is None:
+        name = self.path.removeprefix("/storage").removeprefix("/new").lstrip("/")
+        content = site.files.get(name.removeprefix(site.prefix + "/"))
+        if content is None or not name.startswith(site.prefix):
             self.send_error(404)
             return
+        site.paths.append(name)
         start = self._start(site)
         if start >= len(content):
             self.send_error(416)

@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import io
 import random
+import struct
 import tarfile
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ from raising import raises
 import lmkit.data.download as module
 from lmkit.data.corpora import prepare_corpus
 from lmkit.data.download import Dataset, RemoteFile, download_dataset
-from lmkit.errors import LmkitError
+from lmkit.errors import LmkitError, UsageError
 from lmkit.plugins import load_plugin
 from lmkit.recipe.tables import CorpusConfig
 from lmkit.registry import DATASETS
@@ -267,6 +268,124 @@ def test_fault_41_a_link_in_the_way_is_replaced_and_not_followed(fetch, tmp_path
     train, _ = fetch()
     assert train.read_bytes() == TRAIN
     assert outside.read_text() == "precious"
+
+
+# ---- datasets in shards: files of the real layout, below the real names
+
+
+def parquet_of(texts):
+    """A Parquet file as nanochat's: small row groups, zstd, one column."""
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    file = io.BytesIO()
+    options = {"row_group_size": 4, "use_dictionary": False, "compression": "zstd", "write_statistics": False}
+    parquet.write_table(arrow.table({"text": texts}), file, **options)
+    return file.getvalue()
+
+
+def token_shard(ids):
+    """A token file as llm.c's: 256 int32, then ids of 16 bits."""
+    header = [20240520, 1, len(ids), *[0] * 253]
+    return struct.pack("<256i", *header) + struct.pack(f"<{len(ids)}H", *ids)
+
+
+SHARDED = {
+    "fineweb_edu": ("shard_{:05}.parquet", 0, 1822, "shard_01822.parquet"),
+    "climbmix": ("shard_{:05}.parquet", 0, 6542, "shard_06542.parquet"),
+    "fineweb10b": ("fineweb_train_{:06}.bin", 1, 103, "fineweb_val_000000.bin"),
+}
+
+
+@pytest.fixture(params=SHARDED)
+def sharded(request, server, tmp_path, monkeypatch):
+    """A registered dataset in shards, served from here: the first three, and the part that is held out."""
+    monkeypatch.setattr(module, "RETRY_WAIT_S", 0)
+    name, (pattern, first, count, held_out) = request.param, SHARDED[request.param]
+    made = DATASETS.load(name)()
+    assert made.base_url.startswith("https://huggingface.co/datasets/")
+    assert [file.remote for file in made.train] == [pattern.format(first + i) for i in range(count)]
+    assert {f"{name}/{file.remote}" == file.name for file in (*made.train, made.valid)} == {True}
+    numbers = range(first, first + 3)
+    contents = {
+        remote: token_shard([number] * 9) if name == "fineweb10b" else parquet_of([f"text {number}"] * 9)
+        for number, remote in enumerate([*map(pattern.format, numbers), held_out])
+    }
+    server.files = dict(contents)
+    monkeypatch.setattr(module, "_HUB", server.url)
+    server.prefix = made.base_url.removeprefix("https://huggingface.co/datasets/")
+    return name, contents
+
+
+def fetched(site):
+    return [path.rpartition("/")[2] for path in site.paths]
+
+
+def test_the_first_shards_are_fetched_and_kept(sharded, server, tmp_path, terminal):
+    name, contents = sharded
+    *train, valid = contents
+    terminal(f"data download {name} --folder data")
+    assert fetched(server) == [train[0], valid]
+    printed = terminal(f"data download {name} --folder data --shards 3")
+    assert fetched(server) == [train[0], valid, train[1], train[2]]  # only what is new
+    assert printed.splitlines() == [f"data/{name}/{file}" for file in contents]
+    folder = tmp_path / "data" / name
+    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.name in contents} == contents
+    assert names(folder) == {*contents, *(f"{file}.sha256" for file in contents)}
+
+
+def test_a_cut_shard_is_resumed_and_those_before_it_are_kept(sharded, server, tmp_path):
+    name, contents = sharded
+    seen, remotes = [], list(contents)
+    server.cuts = [len(contents[remotes[0]]), 100]
+    files = download_dataset(name, tmp_path, shards=2, progress=lambda *facts: seen.append(facts))
+    assert [file.read_bytes() for file in files] == [contents[remotes[i]] for i in (0, 1, 3)]
+    assert ranges(server) == [None, None, "bytes=100-", None]
+    stages = list(dict.fromkeys(stage for stage, _, _ in seen))
+    assert stages == [f"download {file.name} ({i} of 3)" for i, file in enumerate(files, 1)]
+
+
+@pytest.mark.parametrize("wrong", ["digest", "missing"])
+def test_a_wrong_shard_is_named_and_costs_no_other(sharded, server, tmp_path, wrong):
+    name, contents = sharded
+    remotes = list(contents)
+    content = server.files.pop(remotes[1])
+    code = "download.failed"
+    if wrong == "digest":
+        server.files[remotes[1]] = content[:-1] + b"!"
+        server.redirect_headers, code = {}, "download.wrong_digest"
+        server.digests = {remote: hashlib.sha256(data).hexdigest() for remote, data in contents.items()}
+    with raises(LmkitError, code, remotes[1]):
+        download_dataset(name, tmp_path, shards=3)
+    assert names(tmp_path / name) == {remotes[0], f"{remotes[0]}.sha256"}
+    server.files[remotes[1]] = content
+    before = len(server.paths)
+    assert len(download_dataset(name, tmp_path, shards=3)) == 4
+    assert set(fetched(server)[before:]) == {*remotes[1:]}
+
+
+def test_more_shards_than_there_are_are_refused(sharded, tmp_path):
+    name, _ = sharded
+    count = SHARDED[name][2]
+    for shards in (0, count + 1):
+        with raises(UsageError, "download.shards", name, f"{count:,}", hint="corpus.shards"):
+            download_dataset(name, tmp_path / "data", shards=shards)
+    with raises(UsageError, "download.shards"):
+        download_dataset(DATASET, tmp_path / "data", shards=2)
+    assert not (tmp_path / "data").exists()
+
+
+def test_shards_of_parquet_are_a_corpus(sharded, tmp_path):
+    name, _ = sharded
+    if name == "fineweb10b":
+        with pytest.raises(ValidationError, match=f"lmkit data download {name} --shards 8.*data.train"):
+            CorpusConfig(source=name)
+        return
+    table = CorpusConfig(source=name, folder=tmp_path / "data", shards=2)
+    files = prepare_corpus(table, tmp_path / "run")
+    assert (files.train, files.valid) == ((tmp_path / "run/train.txt",), (tmp_path / "run/valid.txt",))
+    ends = [f"text {number}<|endoftext|>" * 9 for number in (0, 1, 3)]
+    assert files.train[0].read_text() + files.valid[0].read_text() == "".join(ends)
+    with pytest.raises(ValidationError, match="shards"):
+        CorpusConfig(shards=2)
 
 
 PLUGIN = """
