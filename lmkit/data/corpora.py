@@ -254,17 +254,18 @@ def _find_cut(file: BinaryIO, table: CorpusConfig, mark: str | None) -> int:
         last = next((i for i in range(size, 0, -1) if text[i - 1] not in b" \t\r\n"), 0)
         wanted = max(1, min(int(size * (1 - table.valid_fraction)), last - 1))
 
-        def is_near(cut: int) -> bool:
-            held, asked = size - cut, size - wanted
-            return 2 * held >= asked and (2 * held <= 3 * asked or 10 * held <= size) and 2 * cut >= wanted
-
+        asked = size - wanted
+        nearest = range(
+            max(size - max(3 * asked // 2, size // 10), -(-wanted // 2)), size - -(-asked // 2) + 1
+        )
         for end in [b"\n"] if table.source == "chat" or mark is None else [mark.encode(), b"\n"]:
-            before = text.rfind(end, 0, wanted)
-            after = text.find(end, max(0, wanted - len(end) + 1))
+            reach = len(end) + 2  # with the line break
+            before = text.rfind(end, max(0, nearest.start - reach), wanted)
+            after = text.find(end, max(0, wanted - len(end) + 1), nearest.stop)
             # A line break behind a document is no part of the next one.
             found = (place + len(end) for place in (before, after) if place >= 0)
             cuts = [cut if end == b"\n" else _LINE_BREAK.match(text, cut).end() for cut in found]  # type: ignore[union-attr]
-            if near := [cut for cut in cuts if cut < last and is_near(cut)]:
+            if near := [cut for cut in cuts if cut < last and cut in nearest]:
                 return min(near, key=lambda cut: abs(cut - wanted))
         if table.source == "chat":
             wanted = 0  # no conversation is cut

@@ -32,7 +32,9 @@ def parquet_texts(stream: Stream, path: Path, table: CorpusConfig) -> Iterator[b
     arrow, parquet = text_package("pyarrow", path), text_package("pyarrow.parquet", path)
     field, number, missing = table.field, 0, 0
     try:
-        file = parquet.ParquetFile(stream, buffer_size=_READ_BYTES, page_checksum_verification=True)
+        # `pre_buffer` would read all row groups, and keep them.
+        parts = {"buffer_size": _READ_BYTES, "pre_buffer": False}
+        file = parquet.ParquetFile(stream, **parts, page_checksum_verification=True)
         kinds = dict(zip(file.schema_arrow.names, file.schema_arrow.types, strict=True))
         kind = kinds.pop(field, None)
         is_indexed = kind is not None and arrow.types.is_dictionary(kind)

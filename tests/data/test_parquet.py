@@ -2,7 +2,9 @@
 
 import json
 import logging
+import os
 import sys
+import tracemalloc
 
 import pytest
 from raising import raises
@@ -11,6 +13,7 @@ from lmkit.cli.app import run_command_line
 from lmkit.data import formats
 from lmkit.data.corpora import plain_text_files, prepare_corpus
 from lmkit.data.encoding import encode_corpus
+from lmkit.data.parquet import parquet_texts
 from lmkit.data.shards import open_tokens
 from lmkit.errors import LmkitError, UsageError
 from lmkit.recipe.tables import CorpusConfig
@@ -126,22 +129,31 @@ def test_a_damaged_file_is_refused_by_name(write, tmp_path, tokenizer, damage):
     assert not (tmp_path / "x.npy").exists()
 
 
-def test_a_column_is_read_in_parts(write, monkeypatch):
-    """pyarrow's own memory is not seen by tracemalloc."""
-    texts = [f"{number:x}" * 50 for number in range(40_000)]
-    path = write("x.parquet", {"text": texts, "other": texts}, compression="none", use_dictionary=False)
+def test_a_column_is_read_in_parts(write):
+    texts = [f"{number:x}" * 500 for number in range(8_000)]
+    size = sum(map(len, texts))
+    columns = {"text": texts, "other": texts}
+    path = write("x.parquet", columns, compression="none", use_dictionary=False, row_group_size=1000)
     before, most, rows = pa.total_allocated_bytes(), 0, 0
     with formats.opened(path) as (_, stream):
-        from lmkit.data.parquet import parquet_texts
-
+        tracemalloc.start()  # Python's memory, with what is read; pyarrow counts its own
         for _ in parquet_texts(stream, path, CorpusConfig()):
             rows += 1
             most = max(most, pa.total_allocated_bytes() - before)
+        python = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
     assert rows == len(texts)
-    assert 0 < most < sum(map(len, texts)) / 2 + (4 << 20)
+    assert 0 < most < size / 2
+    assert 0 < python < size / 2
 
 
-def test_conversations_and_pipes_are_refused(write, tmp_path):
+def test_a_pipe_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "x.parquet")
+    with raises(UsageError, "text.unreadable", tmp_path / "x.parquet"):
+        text_of(tmp_path / "x.parquet")
+
+
+def test_conversations_are_refused(write, tmp_path):
     path = write("x.parquet", {"messages": ["a"]})
     table = CorpusConfig(source="chat", train=(path,))
     with raises(UsageError, "corpus.parquet_chat", path):
