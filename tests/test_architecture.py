@@ -176,7 +176,7 @@ BUDGETS = {
     "bench": 4483,
     "cli": 2399,
     "core": 1511,
-    "data": 1910,
+    "data": 2240,
     "generation": 884,
     "kernels": 5531,
     "measure": 1438,
@@ -184,10 +184,10 @@ BUDGETS = {
     "optim": 466,
     "parallel": 2552,
     "profile": 957,
-    "recipe": 1202,
+    "recipe": 1215,
     "storage": 376,
     "tokenizer": 1799,
-    "training": 4555,
+    "training": 4580,
 }
 
 

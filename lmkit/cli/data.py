@@ -95,12 +95,13 @@ def encode(
     """
     from lmkit.data.bin_files import bin_name, written
     from lmkit.data.encoding import SHARD_TOKENS, encode_corpus
+    from lmkit.data.overlap import OVERLAP
     from lmkit.data.token_files import PARTS
     from lmkit.errors import some_of
     from lmkit.storage.outputs import refuse_replacing
     from lmkit.tokenizer import Tokenizer
 
-    refuse_replacing([output.parent / f"{output.stem}{part}" for part in PARTS], [tokenizer])
+    refuse_replacing([output.parent / f"{output.stem}{part}" for part in (*PARTS, OVERLAP)], [tokenizer])
     with progress_on_stderr() as progress:
         meta = encode_corpus(
             sources,

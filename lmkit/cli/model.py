@@ -64,13 +64,15 @@ def evaluate(
     by_document: bool = False,
     choices: Path | None = None,
     harness: Annotated[list[str] | None, typer.Option(metavar="TASK")] = None,
+    strict: bool = False,
     device: str = "auto",
     plugin: list[Path] | None = None,
 ) -> Any:
     """Print loss, perplexity and bits per byte on held-out data, or accuracy on questions.
 
     With --choices: acc counts the questions whose likeliest choice is the answer; acc_norm divides each
-    log-likelihood by the choice's number of characters. With --harness, lm-eval itself runs.
+    log-likelihood by the choice's number of characters. With --harness, lm-eval itself runs. All but --harness say
+    how much of the text, or of the questions with their answers, stands in the training text, if lmkit encoded both.
 
     Args:
         tokens: Token file to evaluate on; default: the held-out file of the run.
@@ -78,19 +80,24 @@ def evaluate(
         by_document: Evaluate each document by itself.
         choices: JSON lines with question, choices and answer: accuracy by likelihood, as lm-eval's.
         harness: Task of lm-eval, or a .yaml file of one; repeatable. Needs lmkit[eval].
+        strict: Fail if a whole document or question, or more than 1% of the runs of 13 words, stands in the training
+            text; or if that is not known.
     """
     on_text = tokens is not None or text is not None or by_document
     if on_text + (choices is not None) + bool(harness) > 1:
         message = "--choices, --harness and --tokens, --text, --by-document are different evaluations"
         raise UsageError("evaluate.options_exclude", message, hint="leave out all but one of them")
+    if strict and harness:
+        hint = "leave out one of them"
+        raise UsageError("evaluate.options_exclude", "--strict: lm-eval's texts are not compared", hint=hint)
     from lmkit.training import judging
 
     if harness:
         return judging.run_harness(run, harness, device=device)
     if choices is not None:
-        return judging.evaluate_choices(run, choices, device=device)
+        return judging.evaluate_choices(run, choices, device=device, strict=strict)
     judge = judging.evaluate_documents if by_document else judging.evaluate_run
-    return judge(run, tokens=tokens, text=text, field=field, device=device)
+    return judge(run, tokens=tokens, text=text, field=field, device=device, strict=strict)
 
 
 @app.add("lmkit export artifacts/runs/quickstart exported --dtype bf16")

@@ -26,6 +26,7 @@ from lmkit.cli.console import Result
 from lmkit.cli.ranks import alone, follow, leading
 from lmkit.data.corpora import check_corpus, mark_of, prepare_corpus, refuse_directory, with_files
 from lmkit.data.encoding import encode_chat, encode_corpus
+from lmkit.data.overlap import OVERLAP, Overlap, overlap_of
 from lmkit.data.shards import open_tokens, shard_paths
 from lmkit.data.token_files import PARTS, SIDECAR
 from lmkit.errors import UsageError, some_of
@@ -85,7 +86,7 @@ def run(recipe: Recipe, *, progress: Progress, nproc: int = 1, **options: Any) -
 
     Args:
         nproc: ranks to start for the training; 1 under torchrun.
-        options: `from_stage`, `skip_data`, `force` of `Pipeline`.
+        options: `from_stage`, `skip_data`, `force`, `strict` of `Pipeline`.
     """
     if nproc > 1:
         from lmkit.parallel.launch import refuse_torchrun
@@ -111,6 +112,8 @@ def run(recipe: Recipe, *, progress: Progress, nproc: int = 1, **options: Any) -
         done: dict[str, str] = {}
         for stage in STAGES:
             done[stage] = pipeline.bring_up_to_date(stage)
+            if stage == "encode":
+                pipeline.compare_texts()
             if stage == "train":
                 pipeline.save_recipe()
         pipeline.record.save()  # the hashes of files that were read
@@ -267,9 +270,11 @@ class Pipeline:
         from_stage: redo this stage and all after it.
         skip_data: use corpus, tokenizer and token files as they are.
         force: redo all stages, whichever recipe made the folder.
+        strict: raise an error if held-out text stands in the training text, see `overlap_of`.
     """
 
     record: StageRecord
+    overlap: Overlap | None
     tell_ranks: Callable[[str], None] | None
 
     def __init__(
@@ -281,8 +286,9 @@ class Pipeline:
         from_stage: str | None = None,
         skip_data: bool = False,
         force: bool = False,
+        strict: bool = False,
     ) -> None:
-        self.recipe = recipe
+        self.recipe, self.strict = recipe, strict
         corpus = required(recipe.corpus, "corpus", recipe, command="run")
         self.corpus = corpus if skip_data else with_files(corpus)
         self.tokenizer = required(recipe.tokenizer, "tokenizer", recipe, command="run")
@@ -461,6 +467,15 @@ class Pipeline:
         log.info("%s: done in %.1f s", stage, seconds)
         return f"{seconds:.1f} s"
 
+    def compare_texts(self) -> None:
+        """Say how much of the held-out text stands in the training text, if it is known."""
+        from lmkit.training.run_data import token_paths
+
+        learned, held_out = map(shard_paths, token_paths(self.recipe))
+        self.overlap = overlap_of(learned, held_out, name=some_of(held_out), strict=self.strict)
+        if self.overlap is not None:
+            log.info("held out: %s", self.overlap)
+
     def save_recipe(self) -> None:
         """Write the recipe into the run folder, unless the model there was trained for more steps."""
         trained = 0 if self.newest is None else int(self.newest.name[len("step-") :])
@@ -536,7 +551,7 @@ def _encode(run: Pipeline) -> Outputs:
         else:
             how: Any = {"workers": run.recipe.data.workers, "errors": run.corpus.errors, "force": True}
             encode_corpus(sources, path, tokenizer, separator=run.record.mark, progress=run.progress, **how)
-        outputs[part] = list(filter(Path.exists, map(path.with_suffix, PARTS)))
+        outputs[part] = list(filter(Path.exists, map(path.with_suffix, (*PARTS, OVERLAP))))
     return outputs
 
 
@@ -611,6 +626,7 @@ def _summary(run: Pipeline, done: dict[str, str]) -> Result:
         "loss": evaluation["loss"],
         "perplexity": evaluation["perplexity"],
         "bits_per_byte": evaluation["bits_per_byte"],
+        "overlap": None if run.overlap is None else asdict(run.overlap),
         "files": files,
         "story": read_input(run.folder / run_folder.STORIES).decode("utf-8", "replace"),
     }

@@ -30,6 +30,7 @@ def run(
     force: bool = False,
     nproc: int = 1,
     seeds: Annotated[int | None, typer.Option(min=1, max=1000)] = None,
+    strict: bool = False,
     print_recipe: bool = False,
     dry_run: bool = False,
 ) -> Any:
@@ -42,6 +43,8 @@ def run(
         skip_data: Use the corpus, tokenizer and token files as they are.
         force: Start over, whichever recipe made the folder; the old training moves to old-<time> in it.
         from_stage: Redo this stage and all after it.
+        strict: Stop before training if a held-out document, or more than 1% of the held-out text's runs of 13 words,
+            stands in the training text.
         seeds: Make N runs with the seeds run.seed, run.seed + 1, ... in the folder of the run's name.
     """
     from lmkit.recipe.load import load_recipe, recipe_to_toml
@@ -53,6 +56,7 @@ def run(
 
     recipes = [loaded] if seeds is None else _with_seeds(loaded, seeds)
     options: Any = {"from_stage": from_stage, "skip_data": skip_data, "force": force, "nproc": nproc}
+    options["strict"] = strict
     results: list[Result | None] = []
     if dry_run or seeds is not None:  # no run starts before another one is refused
         results = [pipeline.plan(it, **options) for it in recipes]

@@ -22,6 +22,7 @@ from lmkit.data.bin_files import BinWriter, bin_name, bin_writer, shard_name, wr
 from lmkit.data.corpora import PathOrPaths, as_paths, blank_behind, mark_of, plain_text_files
 from lmkit.data.formats import holds_documents, opened
 from lmkit.data.json_lines import json_records, messages_of
+from lmkit.data.overlap import OVERLAP, Sketch
 from lmkit.data.token_files import DOCUMENTS, PARTS, SIDECAR, TokenFileWriter, TokenMeta
 from lmkit.errors import UsageError, some_of
 from lmkit.measure.environment import usable_cpus
@@ -56,7 +57,8 @@ def encode_corpus(
     force: bool = False,
     progress: Progress | None = None,
 ) -> TokenMeta:
-    """Encode UTF-8 text files into one token file or `.bin` shards, in memory that does not grow with their size.
+    """Encode UTF-8 text files into one token file or `.bin` shards, in memory that does not grow with their size. A
+    sketch beside a `.npy` file (`lmkit.data.overlap`) says later whether held-out text was learned.
 
     A document ends with the tokenizer's end-of-text token (`Tokenizer.marks`), at each `separator` and at the end of
     each source; white space behind the last separator of a source is no document. The tokenizer's prefix and suffix
@@ -80,10 +82,10 @@ def encode_corpus(
 
     Raises:
         UsageError: a source is missing ("text.unreadable") or all are empty ("text.empty"); `separator` is empty
-            ("corpus.empty_separator"); `output`, or the .documents beside it, exists ("output.exists"); `output` does
-            not end in `.npy` ("tokens.name") or would replace a source ("output.replaces_source"); there are several
-            documents, and the tokenizer has no end-of-text token ("tokenizer.no_end_of_text"); or a `.bin` file has
-            no room for its ids ("tokens.bin_vocabulary").
+            ("corpus.empty_separator"); `output`, or .documents or .overlap beside it, exists ("output.exists");
+            `output` does not end in `.npy` ("tokens.name") or would replace a source ("output.replaces_source");
+            there are several documents, and the tokenizer has no end-of-text token ("tokenizer.no_end_of_text"); or a
+            `.bin` file has no room for its ids ("tokens.bin_vocabulary").
         LmkitError: a source is not UTF-8 ("text.not_utf8") or changed while it was read ("corpus.changed").
     """
     output, paths = Path(output), as_paths(sources)
@@ -97,9 +99,10 @@ def encode_corpus(
         raise UsageError("tokens.name", f"{output}: a token file ends in .npy", hint=hint)
     else:
         refuse_existing(output, force=force)
-        refuse_replacing(map(output.with_suffix, PARTS), paths)
+        refuse_replacing(map(output.with_suffix, (*PARTS, OVERLAP)), paths)
         if not output.with_suffix(SIDECAR).exists():  # else a part of a token file
-            refuse_existing(output.with_suffix(DOCUMENTS), force=force)
+            for beside in (DOCUMENTS, OVERLAP):
+                refuse_existing(output.with_suffix(beside), force=force)
         make_writer = partial(
             TokenFileWriter, output, vocab_size=tokenizer.vocab_size, tokenizer_sha256=tokenizer.sha256
         )
@@ -123,7 +126,11 @@ def encode_corpus(
             known = {token: i for token, i in specials.ids.items() if token.text != mark}
             specials = SpecialTokens({**known, AddedToken(mark): tokenizer.special_ids[end]})
         files = TextFiles(texts, specials, errors)
-        return _Encoding(files, tokenizer, mark, paths).write(make_writer, workers or usable_cpus(), progress)
+        encoding = _Encoding(files, tokenizer, mark, paths)
+        meta = encoding.write(make_writer, workers or usable_cpus(), progress)
+    if format == "npy":
+        encoding.sketch.save(output, meta.source_sha256)
+    return meta
 
 
 class _Encoded(NamedTuple):
@@ -152,6 +159,7 @@ class _Encoding:
         self._digest = hashlib.sha256()
         # Whether tokens have other bytes than the text.
         self._is_sized = tokenizer.nfc or bool(tokenizer.missing_bytes)
+        self.sketch = Sketch()
 
     def write(self, make_writer: MakeWriter, workers: int, progress: Progress | None) -> TokenMeta:
         tokenizer, files = self._tokenizer, self._files
@@ -200,9 +208,11 @@ class _Encoding:
             tail, last = b"", None
             for chunk in self._files.chunks(source):
                 self._digest.update(chunk.data)
+                self.sketch.add(chunk.data, end=self._mark)
                 if last is not None:
                     yield last
                 tail, last = (tail + chunk.data[-_TAIL_BYTES:])[-_TAIL_BYTES:], chunk
+            self.sketch.add(b"", last=True)
             if last is None:
                 continue
             behind = blank_behind(tail, self._mark)
@@ -290,7 +300,7 @@ def encode_chat(
     closing = [] if end_of_text in (None, tokenizer.special_ids[template.end]) else [end_of_text]
     sizes = [path.stat().st_size for path in sources]
     done = num_bytes = counted_bytes = 0
-    digest = hashlib.sha256()
+    digest, sketch = hashlib.sha256(), Sketch()
     with TokenFileWriter(
         output, vocab_size=tokenizer.vocab_size, tokenizer_sha256=tokenizer.sha256, masked=True
     ) as writer:
@@ -298,6 +308,7 @@ def encode_chat(
             with opened(path) as (source, stream):
                 for where, record in json_records(stream, path):
                     messages = messages_of(record, where)
+                    sketch.add("\n".join(message.content for message in messages).encode(), last=True)
                     documents = [0]
                     for part, counts in [*template.encode(messages, tokenizer), Part(closing, False)]:
                         ids, text = np.array(part, np.int64), tokenizer.decode_bytes(part)
@@ -313,6 +324,8 @@ def encode_chat(
         if not counted_bytes:
             hint = "conversations to learn from, and to hold out, need messages of the role assistant"
             raise UsageError("chat.no_answer", f"{sources[0]}: no words of an assistant", hint=hint)
-        return writer.finish(
+        meta = writer.finish(
             num_bytes=num_bytes, source_sha256=digest.hexdigest(), counted_bytes=counted_bytes
         )
+    sketch.save(output, meta.source_sha256)
+    return meta

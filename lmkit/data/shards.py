@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import glob
 import hashlib
 import os
 from bisect import bisect_right
@@ -17,6 +16,7 @@ from lmkit.data.bin_files import open_bin
 from lmkit.data.corpora import PathOrPaths, as_paths
 from lmkit.data.token_files import TokenFile, TokenMeta, open_npy, parts, read_npy_meta
 from lmkit.errors import UsageError, some_of
+from lmkit.storage.inputs import files_of
 from lmkit.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # the batches need torch
@@ -34,10 +34,7 @@ def shard_paths(paths: PathOrPaths) -> list[Path]:
     """
     found: dict[str, Path] = {}
     for path in as_paths(paths):
-        matches = [path]
-        if glob.has_magic(str(path)) and not os.path.lexists(path):
-            names = sorted(glob.glob(str(path)))
-            matches = [Path(name) for name in names if name.endswith(SUFFIXES)] or matches
+        matches = [name for name in files_of(path) if name.suffix in SUFFIXES] or [path]
         for match in matches:
             if (before := found.setdefault(os.path.realpath(match), match)) is not match:
                 message = f"{match}: is named twice" + (f", also as {before}" if before != match else "")

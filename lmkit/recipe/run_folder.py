@@ -34,7 +34,10 @@ STORIES = "stories.txt"
 WANDB = "wandb.json"
 DATA_FILES = tuple(
     f"{folder}/{part}.{kind}"
-    for folder, kinds in (("corpus", ("txt", "jsonl")), ("tokens", ("npy", "json", "documents", "mask")))
+    for folder, kinds in (
+        ("corpus", ("txt", "jsonl")),
+        ("tokens", ("npy", "json", "documents", "mask", "overlap")),
+    )
     for part in ("train", "valid")
     for kind in kinds
 )

@@ -328,6 +328,7 @@ def library() -> ctypes.CDLL | None:
         ("lmkit_count_together", ctypes.c_int, pointer, pointer),
         ("lmkit_counter_sizes", None, pointer, pointer),
         ("lmkit_counter_words", None, pointer, pointer, pointer, pointer),
+        ("lmkit_hash_text", None, pointer, *data, ctypes.c_uint64, pointer, pointer, pointer, pointer),
     ):
         function = getattr(code, name)
         function.restype, function.argtypes = result, arguments

@@ -5,7 +5,8 @@
  *       Counter: add one to its count.
  *
  * Encoder and Counter keep the words that they know in a Table. There are no globals and no I/O; an Encoder or Counter
- * serves one thread at a time. engine.py compiles this file and calls the functions that begin with lmkit_.
+ * serves one thread at a time. engine.py compiles this file; it and data/overlap.py call the functions that begin with
+ * lmkit_.
  */
 #define _DEFAULT_SOURCE                         /* madvise */
 #include <stdint.h>
@@ -930,4 +931,75 @@ void lmkit_counter_words(const Counter *counter, uint8_t *text, int64_t *sizes, 
         memcpy(text, word_text(word), *sizes);
         text += *sizes++;
     }
+}
+
+/* ---- hashes of documents and of 13-grams, see data/overlap.py */
+
+enum { NGRAM = 13, END = 0xFF };                /* words; the byte that ends a document */
+static const uint64_t FIRST = 0xCBF29CE484222325, PRIME = 0x100000001B3;    /* FNV-1a */
+static const uint64_t FACTOR = 0xD6E8FEB86659FD95;
+
+/* What of a text goes on with its next bytes. All are integers of 64 bits: Python allocates an array of them. */
+typedef struct {
+    uint64_t document, num_runs;                /* of the open document: its hash, and its runs without white space */
+    uint64_t run, in_run, word, in_word;        /* hash of the open run and word, and whether one is open */
+    uint64_t words[NGRAM], num_words, sum;      /* the last words of the document, and their polynomial */
+    uint64_t num_ended;                         /* documents */
+} TextHash;
+
+/* The finalizer of SplitMix64 (Steele et al. 2014). */
+static inline uint64_t mixed(uint64_t x)
+{
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9;
+    x = (x ^ x >> 27) * 0x94D049BB133111EB;
+    return x ^ x >> 31;
+}
+
+/* Hash `size` bytes more; write the hashes of the documents that end in them, and of the 13-grams that `modulus`, a power
+ * of two, divides, with the numbers of their documents. There is room for `size` of each. */
+void lmkit_hash_text(TextHash *open, const uint8_t *data, int64_t size, uint64_t modulus, uint64_t *documents,
+                     uint64_t *ngrams, int64_t *numbers, int64_t counts[2])
+{
+    TextHash text = *open;
+    uint64_t last = 1;                          /* factor of the word that leaves */
+    for (int i = 0; i < NGRAM; i++)
+        last *= FACTOR;
+    counts[0] = counts[1] = 0;
+    for (const uint8_t *p = data; p < data + size; p++) {
+        const uint8_t byte = *p;
+        const uint8_t letter = (uint8_t)((byte | 0x20) - 'a') < 26 ? byte | 0x20
+                               : (uint8_t)(byte - '0') < 10 || (byte >= 0x80 && byte != END) ? byte : 0;
+        if (text.in_word && (!letter || (byte >= 0xE3 && byte <= 0xE9))) {      /* Chinese characters, kana: words */
+            const uint64_t word = mixed(text.word);
+            uint64_t *place = &text.words[text.num_words++ % NGRAM];
+            text.sum = text.sum * FACTOR + word - *place * last;
+            *place = word;
+            text.in_word = 0;
+            const uint64_t ngram = mixed(text.sum);
+            if (text.num_words >= NGRAM && !(ngram & (modulus - 1))) {
+                numbers[counts[1]] = (int64_t)text.num_ended;
+                ngrams[counts[1]++] = ngram;
+            }
+        }
+        if (letter) {
+            text.word = ((text.in_word ? text.word : FIRST) ^ letter) * PRIME;
+            text.in_word = 1;
+        }
+        if (byte != ' ' && (uint8_t)(byte - '\t') >= 5 && byte != END) {
+            text.run = ((text.in_run ? text.run : FIRST) ^ byte) * PRIME;
+            text.in_run = 1;
+            continue;
+        }
+        if (text.in_run) {
+            text.document = (text.document ^ mixed(text.run)) * FACTOR;
+            text.num_runs++;
+            text.in_run = 0;
+        }
+        if (byte == END) {
+            if (text.num_runs)
+                documents[counts[0]++] = mixed(text.document);
+            text = (TextHash){.num_ended = text.num_ended + 1};
+        }
+    }
+    *open = text;
 }

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from lmkit.core.batches import Tokens, evaluation_windows
 from lmkit.core.ranges import range_
+from lmkit.data.overlap import Overlap, shown
 from lmkit.data.token_files import TokenFile, document_starts
 from lmkit.model.transformer import TransformerLM
 from lmkit.parallel.collectives import agree
@@ -141,11 +142,12 @@ class EvaluateResult(Evaluation):
     checkpoint: str
     step: int | None
     tokens_file: str
+    overlap: Overlap | None = None
 
     def __str__(self) -> str:
         bits = "" if self.bits_per_byte is None else f", {self.bits_per_byte:.4f} bits per byte"
         return (
             f"checkpoint  {self.checkpoint}\n"
             f"tokens      {self.tokens:,} of {self.tokens_file}\n"
-            f"result      loss {self.loss:.4f}, perplexity {self.perplexity:.2f}{bits}"
+            f"result      loss {self.loss:.4f}, perplexity {self.perplexity:.2f}{bits}" + shown(self.overlap)
         )

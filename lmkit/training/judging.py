@@ -20,10 +20,11 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from lmkit.core.ranges import range_
-from lmkit.data.corpora import PathOrPaths
+from lmkit.data.corpora import PathOrPaths, as_paths
 from lmkit.data.encoding import encode_corpus
 from lmkit.data.formats import opened
 from lmkit.data.json_lines import json_records
+from lmkit.data.overlap import Overlap, overlap_of, shown
 from lmkit.data.shards import name_of, open_tokens, shard_paths, with_num_bytes
 from lmkit.data.token_files import TokenFile, check_length, document_starts
 from lmkit.errors import LmkitError, UsageError
@@ -58,6 +59,7 @@ def evaluate_run(
     text: Path | None = None,
     field: str | None = None,
     device: str = "auto",
+    strict: bool = False,
 ) -> EvaluateResult:
     """Evaluate a trained model in the precision it was trained in, on consecutive windows of its context's length.
 
@@ -65,14 +67,18 @@ def evaluate_run(
         path: a run folder, whose newest good checkpoint counts; a checkpoint folder; or a Hugging Face folder.
         tokens: a token file, a glob, or several; None: the run's own held-out file.
         text: a text file instead, or JSON objects, which the model's tokenizer encodes.
-        field: the key of a JSON object that holds the text; None: "text".
+        field: the key of a JSON object, or the column of a Parquet file, that holds the text; None: "text".
+        strict: refuse a text that stands in the training text, or of which it is not known; see `overlap_of`.
 
     Raises:
         UsageError: there is no model or no token file, or the file was made with another tokenizer.
         LmkitError: something is damaged.
     """
     trained = open_trained(path)
-    with _opened_text(trained, tokens, text, field) as (file, name), trained.loaded(device) as (model, ranks):
+    with (
+        _opened_text(trained, tokens, text, field, strict) as (file, name, overlap),
+        trained.loaded(device) as (model, ranks),
+    ):
         check_length(file.tokens, 1)
         length = min(trained.weights.config.context_length, len(file.tokens) - 1)
         held_out = held_out_of(file, trained.weights.config, context_length=length, rows=trained.rows)
@@ -83,14 +89,15 @@ def evaluate_run(
         raise UsageError("evaluate.nothing_counts", f"{name}: none of its tokens counts", hint=hint)
     refuse_not_finite([evaluation.loss], trained.weights.path, name)
     checkpoint, step = trained.place
-    return EvaluateResult(**asdict(evaluation), checkpoint=checkpoint, step=step, tokens_file=name)
+    place: Any = {"checkpoint": checkpoint, "step": step, "tokens_file": name}
+    return EvaluateResult(**asdict(evaluation), **place, overlap=overlap)
 
 
 @contextmanager
 def _opened_text(
-    trained: TrainedModel, tokens: PathOrPaths | None, text: Path | None, field: str | None
-) -> Iterator[tuple[TokenFile, str]]:
-    """Yield the token file to judge on, and the name of what the user named."""
+    trained: TrainedModel, tokens: PathOrPaths | None, text: Path | None, field: str | None, strict: bool
+) -> Iterator[tuple[TokenFile, str, Overlap | None]]:
+    """Yield the token file to judge on, the name of what the user named, and how much of it the model learned."""
     if text is None:
         paths = tokens or trained.held_out
         shards = [] if paths is None else shard_paths(paths)
@@ -107,7 +114,8 @@ def _opened_text(
         if tokens is None:
             refuse_changed_files(shards, other="--tokens FILE.npy")
         trained.weights.refuse_more_ids(opened.meta.vocab_size, shards[0])
-        yield opened, name_of(shards)
+        name = name_of(shards)
+        yield opened, name, overlap_of(trained.learned, shards, name=name, strict=strict)
         return
     if tokens is not None:
         message = "--tokens and --text: two files to evaluate on"
@@ -116,7 +124,8 @@ def _opened_text(
         encoded = Path(made, "text.npy")
         try:
             encode_corpus(text, encoded, trained.weights.open_tokenizer(), field=field)
-            yield open_tokens(encoded), str(text)
+            overlap = overlap_of(trained.learned, [encoded], name=text, strict=strict)
+            yield open_tokens(encoded), str(text), overlap
         except LmkitError as error:
             message = error.message.replace(str(encoded), str(text))
             hint = _HINTS.get(error.code, error.hint)
@@ -141,6 +150,7 @@ class TrainedModel:
     rows: int
     run: RunConfig
     held_out: PathOrPaths | None
+    learned: Sequence[Path] = ()
 
     @property
     def place(self) -> tuple[str, int | None]:
@@ -171,8 +181,11 @@ def open_trained(path: Path) -> TrainedModel:
     precision = "fp32"
     if recipe.train is not None:  # imported models have none
         precision, rows = recipe.train.precision, recipe.train.batch_size // recipe.train.accumulation
-    held_out = recipe.data.valid or token_file(run, "valid")
-    return TrainedModel(weights, precision, rows, recipe.run, held_out)
+    of_mixture = tuple(path for source in recipe.data.sources for path in as_paths(source.train))
+    learned = shard_paths(of_mixture or recipe.data.train or token_file(run, "train"))
+    return TrainedModel(
+        weights, precision, rows, recipe.run, recipe.data.valid or token_file(run, "valid"), learned
+    )
 
 
 @dataclass(frozen=True)
@@ -201,6 +214,7 @@ class DocumentsResult:
     perplexity: float
     bits_per_byte: float
     tokens: int
+    overlap: Overlap | None = None
 
     def __str__(self) -> str:
         specs = {"number": "d", "bytes": ",d", "tokens": ",d", "loss": ".4f", "perplexity": ".2f"}
@@ -211,7 +225,7 @@ class DocumentsResult:
             + f"checkpoint  {self.checkpoint}\n"
             f"tokens      {self.tokens:,} of {len(self.documents):,} documents of {self.tokens_file}\n"
             f"result      loss {self.loss:.4f}, perplexity {self.perplexity:.2f}, "
-            f"{self.bits_per_byte:.4f} bits per byte"
+            f"{self.bits_per_byte:.4f} bits per byte" + shown(self.overlap)
         )
 
 
@@ -222,6 +236,7 @@ def evaluate_documents(
     text: Path | None = None,
     field: str | None = None,
     device: str = "auto",
+    strict: bool = False,
 ) -> DocumentsResult:
     """Evaluate a trained model on each document by itself; arguments and errors are those of `evaluate_run`.
 
@@ -229,7 +244,7 @@ def evaluate_documents(
     token is not scored.
     """
     trained = open_trained(path)
-    with _opened_text(trained, tokens, text, field) as (file, name):
+    with _opened_text(trained, tokens, text, field, strict) as (file, name, overlap):
         if file.mask is not None:
             message = f"{name}: only some of its tokens count, and --by-document scores all"
             raise UsageError("evaluate.masked", message, hint="evaluate without --by-document")
@@ -252,7 +267,7 @@ def evaluate_documents(
         scores.append(DocumentScore(number, num_bytes, **figures, begins=begins))
     num_bytes = sum(size for _, _, size, _ in documents)
     together = _figures(math.fsum(losses), sum(score.tokens for score in scores), num_bytes)
-    return DocumentsResult(*trained.place, name, tuple(scores), **together)
+    return DocumentsResult(*trained.place, name, tuple(scores), **together, overlap=overlap)
 
 
 def _figures(nats: float, tokens: int, num_bytes: int) -> dict[str, Any]:
@@ -418,20 +433,22 @@ class ChoicesResult:
     acc_norm: float
     acc_norm_stderr: float | None
     answers: tuple[Answered, ...]
+    overlap: Overlap | None = None
 
     def __str__(self) -> str:
-        def shown(name: str, value: float, error: float | None) -> str:
+        def accuracy(name: str, value: float, error: float | None) -> str:
             return f"{name:<12}{value:.4f}" + ("" if error is None else f" +- {error:.4f}")
 
         return (
             f"checkpoint  {self.checkpoint}\n"
             f"questions   {self.questions:,} of {self.questions_file}\n"
-            f"{shown('acc', self.acc, self.acc_stderr)}\n"
-            f"{shown('acc_norm', self.acc_norm, self.acc_norm_stderr)}, of log-likelihoods per character"
+            f"{accuracy('acc', self.acc, self.acc_stderr)}\n"
+            f"{accuracy('acc_norm', self.acc_norm, self.acc_norm_stderr)}, of log-likelihoods per character"
+            + shown(self.overlap)
         )
 
 
-def evaluate_choices(path: Path, file: Path, *, device: str = "auto") -> ChoicesResult:
+def evaluate_choices(path: Path, file: Path, *, device: str = "auto", strict: bool = False) -> ChoicesResult:
     """Let a trained model answer the questions of a JSON lines file.
 
     A choice's log-likelihood is that of " " + choice after the question. `acc` counts the questions whose likeliest
@@ -442,6 +459,7 @@ def evaluate_choices(path: Path, file: Path, *, device: str = "auto") -> Choices
     Args:
         path: a run folder, a checkpoint folder, or a Hugging Face folder.
         file: JSON lines with `question`, `choices` and `answer`: an index from 0, or one of the choices.
+        strict: refuse questions that stand in the training text with their answers; see `overlap_of`.
 
     Raises:
         UsageError: a line is not such a question, or a choice is longer than the model's context.
@@ -449,6 +467,8 @@ def evaluate_choices(path: Path, file: Path, *, device: str = "auto") -> Choices
     """
     questions = list(read_questions(file))
     trained = open_trained(path)
+    solved = [f"{question.question} {question.choices[question.answer]}" for question in questions]
+    overlap = overlap_of(trained.learned, questions=solved, name=file, strict=strict)
     tokenizer = trained.weights.open_tokenizer()
     texts, context = [], trained.weights.config.context_length
     for number, question in enumerate(questions, 1):
@@ -476,6 +496,7 @@ def evaluate_choices(path: Path, file: Path, *, device: str = "auto") -> Choices
         *_mean_and_error([answer.chosen == answer.answer for answer in answers]),
         *_mean_and_error([answer.chosen_norm == answer.answer for answer in answers]),
         tuple(answers),
+        overlap,
     )
 
 

@@ -103,7 +103,7 @@ def test_every_wrong_kind_of_path_is_one_error_and_one_hint(words, zoo, monkeypa
             assert wording not in out + err, (name, out + err)
         seen.add(code)
         if code == 0:
-            for made in ("gpt2", "out.npy", "out.json", "out.documents"):
+            for made in ("gpt2", "out.npy", "out.json", "out.documents", "out.overlap"):
                 path = zoo / made
                 shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
             continue

@@ -35,7 +35,9 @@ def test_one_path_or_several_and_json_lines_are_taken(tmp_path, corpus, story, t
     for number, sources in enumerate((corpus, str(corpus), [corpus], lines)):
         encode_corpus(sources, tmp_path / f"{number}.npy", tokenizer)
         assert tokens(tmp_path / f"{number}.npy") == tokenizer.encode(story)
-    assert len(list(tmp_path.iterdir())) == 2 + 3 * 4  # nothing but corpora, token files and descriptions
+    assert (
+        len(list(tmp_path.iterdir())) == 2 + 4 * 4
+    )  # nothing but corpora, token files and what describes them
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -184,8 +186,9 @@ def test_no_source_is_replaced(corpus, tokenizer, tmp_path):
         assert source.read_bytes() == corpus.read_bytes()
 
 
-def test_documents_of_somebody_else_are_not_replaced(corpus, tokenizer, tmp_path):
-    output, mine = tmp_path / "text.npy", tmp_path / "text.documents"
+@pytest.mark.parametrize("suffix", [".documents", ".overlap"])
+def test_a_file_of_somebody_else_is_not_replaced(corpus, tokenizer, tmp_path, suffix):
+    output, mine = tmp_path / "text.npy", tmp_path / f"text{suffix}"
     mine.write_bytes(b"precious")
     with raises(UsageError, "output.exists", mine):
         encode_corpus([corpus], output, tokenizer)
