@@ -175,7 +175,7 @@ BUDGETS = {
     "attention": 568,
     "bench": 4483,
     "cli": 2399,
-    "core": 1511,
+    "core": 1525,
     "data": 2240,
     "generation": 884,
     "kernels": 5531,
