@@ -88,13 +88,13 @@ class Step:
 
         Args:
             inputs, targets: (accumulation, rows, ...), a micro-batch each.
-            lr: learning rate of all parameter groups.
+            lr: learning rate of all parameter groups, times the `lr_factor` of a group that has one.
         """
         loss = self.accumulate(inputs, targets)
         norm = self.reduce()
         if self.agree(torch.isfinite(loss + norm)):
             for group in self.optimizer.param_groups:
-                group["lr"] = lr
+                group["lr"] = lr * group.get("lr_factor", 1.0)
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return loss

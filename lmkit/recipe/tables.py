@@ -363,12 +363,20 @@ class OptimizerConfig(Table):
     `sgd`, or a registered optimizer of your own."""
     lr: Annotated[PositiveFloat, Field(le=1e6)] = 1e-3
     """Peak learning rate, reached at the end of the warm-up."""
+    embedding_lr: Annotated[PositiveFloat, Field(le=1e6)] | None = None
+    """Peak learning rate of the token embedding, which goes up and down as `lr` does; default: `lr`. Of a tied
+    embedding `head_lr` counts."""
+    head_lr: Annotated[PositiveFloat, Field(le=1e6)] | None = None
+    """The same of the last matrix."""
+    gain_lr: Annotated[PositiveFloat, Field(le=1e6)] | None = None
+    """The same of gains of norms and of biases."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay of the running means of gradient and squared gradient, per step."""
     eps: Annotated[PositiveFloat, Field(le=1e6)] = 1e-8
     """Added to the root of the mean square."""
     weight_decay: Annotated[float, Field(ge=0, le=1e6)] = 0.1
-    """Applied to matrices only, not to norm gains."""
+    """Applied to matrices only, not to norm gains. A step takes the learning rate (for embedding and head `lr`) times
+    this off each weight."""
     schedule: ScheduleName = "cosine"
     """Shape of the decay after the warm-up."""
     warmup_steps: Count = 0

@@ -137,7 +137,7 @@ def _not_saved(optimizer: torch.optim.Optimizer, what: str) -> LmkitError:
 def group_numbers(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], ...]:
     """Return the numbers in an optimizer's groups that its steps may have changed: those that are neither its
     defaults nor what the recipe sets."""
-    set_by_recipe = {*OptimizerConfig.model_fields, "is_matrix"}
+    set_by_recipe = {*OptimizerConfig.model_fields, "is_matrix", "lr_factor"}
     found = []
     for group in optimizer.param_groups:
         numbers: dict[str, Any] = {}

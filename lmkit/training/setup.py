@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -128,10 +128,28 @@ def build_step(
         for group, is_matrix in product(joined, (True, False)):
             if params := [param for param in group["params"] if (param in matrices) == is_matrix]:
                 groups.append({**group, "params": params, "is_matrix": is_matrix})
+    groups = list(_with_rates(groups, plain, table))
     made: Any = sync.build_optimizer(make_optimizer or partial(_make_optimizer, table), groups)
     if masters:
         made.keep_masters(masters)
     return Step(plain, call, made, sync, ranks, precision=precision, grad_clip=grad_clip, **options)
+
+
+def _with_rates(
+    groups: list[dict[str, Any]], model: TransformerLM, table: OptimizerConfig
+) -> Iterator[dict[str, Any]]:
+    """Yield the groups, split where parameters have learning rates of their own; these decay as all others do."""
+    rates = {model.token_embeddings.weight: table.embedding_lr, model.lm_head.weight: table.head_lr}
+    for group in groups:
+        by_rate: dict[float, list[Tensor]] = {}
+        for param in group["params"]:
+            rate = table.gain_lr if param.dim() < 2 else rates.get(param)
+            by_rate.setdefault(rate or table.lr, []).append(param)
+        for rate, params in by_rate.items():
+            own, factor = {**group, "params": params}, rate / table.lr
+            if factor != 1:
+                own |= {"lr_factor": factor, "weight_decay": group["weight_decay"] / factor}
+            yield own
 
 
 def step_of(

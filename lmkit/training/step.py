@@ -238,7 +238,7 @@ class Step(core.Step):
         report = torch.cat((flags, agreed[3:], norm.view(torch.int32)[None]))
         with range_("optimizer"):
             for group in self.optimizer.param_groups:
-                group["lr"] = lr
+                group["lr"] = lr * group.get("lr_factor", 1.0)
             if self.decider is not None:
                 self.decider.decision = report[APPLIED]
             if self.decider is not None or report[APPLIED]:  # the latter waits for the device
@@ -320,10 +320,6 @@ class StepGraph:
         elif always:
             self._decide(True, "as train.cuda_graph says")
 
-    def _set_lr(self, lr: float | Tensor) -> None:
-        for group in self._step.optimizer.param_groups:
-            group["lr"] = lr
-
     def _refusal(self) -> str:
         """Return why the step cannot be captured; empty if it can."""
         step = self._step
@@ -358,7 +354,8 @@ class StepGraph:
             self._inputs.copy_(inputs)
             self._targets.copy_(targets)
             self._lr.fill_(lr)
-            self._set_lr(lr)
+            for group in self._step.optimizer.param_groups:
+                group["lr"] = lr * group.get("lr_factor", 1.0)
             self._graph.replay()
             return self._report.clone()  # the next replay writes to it
 
@@ -410,7 +407,8 @@ class StepGraph:
     def _capture(self, inputs: Tensor, targets: Tensor) -> None:
         from lmkit.kernels.launch import recording
 
-        step, lr = self._step, self._step.optimizer.param_groups[0]["lr"]
+        step, groups = self._step, self._step.optimizer.param_groups
+        rates = [group["lr"] for group in groups]
         step.sync.end_step()  # a graph cannot wait for what was launched before it
         self._inputs, self._targets = inputs.clone(), targets.clone()
         self._lr = torch.zeros((), dtype=torch.float64, device=inputs.device)
@@ -432,7 +430,8 @@ class StepGraph:
             generator.graphsafe_set_state(before)  # PyTorch leaves it in the state of a capture
             step.sync.reset()
             step.optimizer.zero_grad(set_to_none=True)
-        self._set_lr(lr)
+        for group, lr in zip(groups, rates, strict=True):
+            group["lr"] = lr
         if step.ranks.world_size > 1 and agree(step.ranks, stop=self._graph is None) and self._graph:
             self._graph = None
             self._decide(False, "another rank cannot capture its step")

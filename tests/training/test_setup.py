@@ -4,6 +4,7 @@ import re
 import textwrap
 from typing import Any
 
+import pytest
 import torch
 from run_folders import CONFIG, losses, train_here
 
@@ -56,3 +57,21 @@ def test_the_tables_reach_the_optimizer_and_the_step():
     assert (decayed["betas"], decayed["weight_decay"], rest["weight_decay"]) == ((0.5, 0.6), 0.25, 0.0)
     assert step.loss_scale is not None
     assert step.max_norm == 0.125
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_embedding_head_and_gains_have_rates_of_their_own(name):
+    """Adam's first step moves every weight by its rate, and decay takes lr times weight_decay of it."""
+    rates = {"embedding_lr": 0.5, "head_lr": 0.02, "gain_lr": 0.1}
+    table = OptimizerConfig(name=name, lr=0.01, weight_decay=0.1, eps=1e-30, **rates)
+    step = build_step(CONFIG, optimizer=table, grad_clip=0.0)
+    before = {key: value.clone() for key, value in step.model.state_dict().items()}
+    ids = torch.arange(CONFIG.vocab_size).reshape(1, 1, -1)[..., : CONFIG.context_length]
+    step(ids, ids.flip(-1), lr=0.01 / 4)  # as at a quarter of the schedule
+    expected = {"token_embeddings.weight": 0.5, "lm_head.weight": 0.02, "ln_final.weight": 0.1}
+    expected |= {"layers.0.ffn.w1.weight": 0.01} if name == "adamw" else {}
+    for key, rate in expected.items():
+        decay = 0.01 / 4 * 0.1 if before[key].dim() == 2 else 0.0
+        moved = (step.model.state_dict()[key] - before[key] * (1 - decay)).abs()
+        moved = moved[moved > 0.1 * moved.max()]  # rows of other tokens have no gradient
+        torch.testing.assert_close(moved, torch.full_like(moved, rate / 4), rtol=1e-3, atol=1e-6)
