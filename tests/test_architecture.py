@@ -184,10 +184,10 @@ BUDGETS = {
     "optim": 466,
     "parallel": 2552,
     "profile": 957,
-    "recipe": 1215,
+    "recipe": 1225,
     "storage": 376,
     "tokenizer": 1799,
-    "training": 4580,
+    "training": 4620,
 }
 
 
