@@ -328,7 +328,8 @@ class DataConfig(Table):
     folder."""
     sources: Annotated[tuple[SourceConfig, ...], Field(max_length=32)] = ()
     """Instead of `train`, a mixture of token files: tables `[[data.sources]]` with `train`, `weight` and perhaps a
-    `name`. In each block of 1,024 rows the sources have their shares, to one row; each is sampled as if alone."""
+    `name`. In each block of 1,024 rows each source has its share, to one row, but the heaviest, which takes
+    what rounding leaves. Each is sampled as if alone."""
     valid: Paths | None = None
     """Held-out token file, or several; default: the file that `lmkit run` made."""
     source: Literal["tokens", "random"] = "tokens"
