@@ -195,6 +195,9 @@ def generate_tokens(
     refilled a sixteenth at a time. On a GPU the host reads tokens some steps late, so that it need not wait. Until
     then, steps do not change a row that has ended.
 
+    Hooks of the model see a prompt without its last token, then single tokens: the first step reads the last token of
+    the prompt. Add hooks before the first token is drawn.
+
     Args:
         prompts: token ids, at least one each and at most `context_length`.
         encode: makes the ids of a prompt, when its turn comes: a GPU need not wait until thousands are encoded.

@@ -257,8 +257,8 @@ class FSDP(nn.Module):
     the module, of a layer, or of a method through the wrapper (`model.loss(...)`). A backward pass adds the mean
     gradients of all ranks to theirs. The optimizer must update every element by itself. Every rank must call the same
     layers (see `Fsdp`) in the same order. A weight that is read without its layer's call stays gathered from then on.
-    `state_dict`, also a submodule's, returns whole weights on the CPU; `load_state_dict` takes whole weights. Names
-    begin with "module.", as those of `DataParallel`.
+    `state_dict`, also a submodule's, returns whole weights on the CPU, and every rank must call it; `load_state_dict`
+    takes whole weights. Names begin with "module.", as those of `DataParallel`.
 
     Those of a matrix are flat, too: `p.dim() >= 2` is false for them. `lmkit.optim.decay_groups` gives matrices their
     weight decay; the attribute `whole_dim` of a parameter has the dimensions of the whole.
