@@ -176,7 +176,7 @@ BUDGETS = {
     "bench": 4483,
     "cli": 2399,
     "core": 1525,
-    "data": 2240,
+    "data": 2260,
     "generation": 884,
     "kernels": 5531,
     "measure": 1438,

@@ -97,10 +97,13 @@ def encode(
     from lmkit.data.encoding import SHARD_TOKENS, encode_corpus
     from lmkit.data.overlap import OVERLAP
     from lmkit.data.token_files import PARTS
-    from lmkit.errors import some_of
+    from lmkit.errors import UsageError, some_of
     from lmkit.storage.outputs import refuse_replacing
     from lmkit.tokenizer import Tokenizer
 
+    if shard_tokens is not None and format != "bin":
+        message = "--shard-tokens: a .npy file has no shards"
+        raise UsageError("encode.shard_tokens", message, hint="leave it out, or add --format bin")
     refuse_replacing([output.parent / f"{output.stem}{part}" for part in (*PARTS, OVERLAP)], [tokenizer])
     with progress_on_stderr() as progress:
         meta = encode_corpus(

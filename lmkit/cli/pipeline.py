@@ -27,7 +27,7 @@ from lmkit.cli.ranks import alone, follow, leading
 from lmkit.data.corpora import check_corpus, mark_of, prepare_corpus, refuse_directory, with_files
 from lmkit.data.encoding import encode_chat, encode_corpus
 from lmkit.data.overlap import OVERLAP, Overlap, overlap_of
-from lmkit.data.shards import open_tokens, shard_paths
+from lmkit.data.shards import open_tokens, read_meta, shard_paths
 from lmkit.data.token_files import PARTS, SIDECAR
 from lmkit.errors import UsageError, some_of
 from lmkit.measure.tables import size_of, statement
@@ -608,18 +608,21 @@ STAGES: dict[str, Callable[[Pipeline], Outputs]] = {
 
 def _summary(run: Pipeline, done: dict[str, str]) -> Result:
     """Collect what the stages left in the run folder; sizes in bytes, speeds in tokens per second."""
+    from lmkit.training.run_data import token_paths
+
     evaluation = read_object(run.folder / "evaluation.json")
     training = read_object(run.folder / "training.json")
     train = open_tokens(run_folder.token_file(run.folder, "train")).meta
     valid = open_tokens(run_folder.token_file(run.folder, "valid")).meta
+    learned, held_out = map(read_meta, token_paths(run.recipe))
     files = {path.name: path for path in sorted(run.folder.iterdir()) if path.name != ".lock"}
     fields: dict[str, Any] = {
         "folder": run.folder,
         "stages": done,
         "corpus_bytes": train.num_bytes + valid.num_bytes,
         "vocab_size": train.vocab_size,
-        "train_tokens": train.num_tokens,
-        "valid_tokens": valid.num_tokens,
+        "train_tokens": learned.num_tokens,
+        "valid_tokens": held_out.num_tokens,
         "parameters": training["parameters"],
         "steps": training["step"],
         "tokens_per_second": training.get("tokens_per_second"),
@@ -635,7 +638,7 @@ def _summary(run: Pipeline, done: dict[str, str]) -> Result:
         f"\n{fields['story'].strip()}\n",
         f"corpus      {size_of(fields['corpus_bytes'])} of text",
         f"tokenizer   {train.vocab_size:,} tokens",
-        f"token files {train.num_tokens:,} to train on, {valid.num_tokens:,} held out",
+        f"token files {learned.num_tokens:,} to train on, {held_out.num_tokens:,} held out",
         f"model       {fields['parameters']:,} parameters, {fields['steps']:,} steps"
         + ("" if speed is None else f", {speed:,.0f} tokens/s"),
         f"held out    loss {fields['loss']:.4f}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -114,6 +115,11 @@ def bin_name(output: Path) -> Path:
 def shard_name(name: Path, number: int) -> Path:
     """Return the name of a shard, `NAME_000000.bin`."""
     return name.with_name(f"{name.name}_{number:06d}.bin")
+
+
+def first_shard(path: Path) -> Path:
+    """Return the first shard of those of which `path` may be one; it gets its name last."""
+    return path.with_name(re.sub(r"_\d{6}\.bin$", "_000000.bin", path.name))
 
 
 def written(name: Path, ending: str = "") -> list[Path]:

@@ -45,6 +45,9 @@ def parquet_texts(stream: Stream, path: Path, table: CorpusConfig) -> Iterator[b
             hint = "name the column that holds the text: corpus.field in a recipe, or --field"
             raise UsageError("corpus.no_field", f"{path}: {found}", hint=hint)
         weights = [name for name in LEARNED if name in kinds]
+        if twice := [name for name in (field, *weights) if file.schema_arrow.names.count(name) > 1]:
+            hint = "write the file again with other names of columns"
+            raise UsageError("corpus.no_field", f'{path}: two columns "{twice[0]}"', hint=hint)
         for batch in file.iter_batches(_rows_at_once(file.metadata), columns=[field, *weights]):
             texts = batch[field].dictionary_decode() if is_indexed else batch[field]
             rows = batch.select(weights).to_pylist() if weights else repeat({}, len(texts))

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lmkit.data.bin_files import open_bin
+from lmkit.data.bin_files import first_shard, open_bin
 from lmkit.data.corpora import PathOrPaths, as_paths
 from lmkit.data.token_files import TokenFile, TokenMeta, open_npy, parts, read_npy_meta
-from lmkit.errors import UsageError, some_of
+from lmkit.errors import LmkitError, UsageError, some_of
+from lmkit.storage.atomic import PARTIAL_SUFFIX
 from lmkit.storage.inputs import files_of
 from lmkit.tokenizer import Tokenizer
 
@@ -169,6 +170,10 @@ def _existing(paths: PathOrPaths) -> list[Path]:
             raise UsageError("tokens.missing", f"{path}: {what}", hint=hint)
         if path.suffix not in SUFFIXES:
             raise UsageError("tokens.name", f"{path}: a token file ends in .npy or .bin", hint=hint)
+        first = first_shard(path)
+        if not first.exists() and first.with_name(first.name + PARTIAL_SUFFIX).exists():
+            message = f"{path}: the command that wrote it was killed before {first.name} had its name"
+            raise LmkitError("tokens.damaged", message, hint="encode the text again, with --force")
     return shards
 
 

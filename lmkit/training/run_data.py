@@ -280,6 +280,9 @@ def _sampler(sampling: str, file: TokenFile, model: ModelConfig, shared: dict[st
         from lmkit.data.packing import PackedBatches
 
         assert starts is not None
+        if not len(starts):
+            message = "data.train: a token file of which no token follows an end-of-text token"
+            raise UsageError("tokens.empty", message, hint="encode a text that is not empty")
         return PackedBatches(file.tokens, **shared, document_starts=starts)
     shared["borders"] = starts if model.separate_documents else None
     token_files.check_length(file.tokens, model.context_length)

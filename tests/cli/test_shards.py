@@ -18,6 +18,8 @@ def test_shards_are_encoded_and_inspected(terminal, tmp_path):
     assert made["output"] == names
     assert (made["num_tokens"], made["num_documents"], made["num_bytes"]) == (180, 20, 160)
     terminal.refuses(encode, code="output.exists", says=[names[0]])
+    whole = "data encode a.txt a.npy --tokenizer t.json --shard-tokens 64"
+    terminal.refuses(whole, code="encode.shard_tokens", says=["--shard-tokens"])
 
     found = json.loads(terminal("data inspect fish_000000.bin fish_000001.bin --json"))
     assert (found["num_tokens"], found["dtype"], found["vocab_size"]) == (128, "uint16", 257)

@@ -182,6 +182,10 @@ def test_shards_appear_together_and_replace_older_ones(tmp_path, monkeypatch):
         assert {path.name: path.read_bytes() for path in tmp_path.glob("shards_*")} == before
     left = tmp_path / f"shards_000001.bin{PARTIAL_SUFFIX}"  # of a process that was killed
     left.write_bytes(b"half" * 1000)
+    first = tmp_path / "shards_000000.bin"
+    first.rename(first.with_name(first.name + PARTIAL_SUFFIX))  # killed before the first shard had its name
+    with raises(LmkitError, "tokens.damaged", "shards_000000.bin"):
+        open_tokens(tmp_path / "shards_*.bin")
     _, several = encoded(tmp_path, tokenizer, shard_tokens=50, force=True)
     assert sorted(path.name for path in tmp_path.glob("shards_*")) == [
         "shards_000000.bin",

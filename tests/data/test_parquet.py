@@ -100,6 +100,13 @@ def test_a_column_without_text_is_refused_by_name(write, columns, words):
         text_of(path)
 
 
+def test_two_columns_of_one_name_are_refused(tmp_path):
+    path = tmp_path / "x.parquet"
+    parquet.write_table(pa.table([pa.array(["a"]), pa.array(["b"])], names=["text", "text"]), path)
+    with raises(UsageError, "corpus.no_field", path, "text"):
+        text_of(path)
+
+
 def test_bytes_that_are_not_utf8_name_the_row_or_are_replaced(write):
     texts = pa.array([b"a", b"b\xff"]).cast(pa.binary()).view(pa.string())
     path = write("x.parquet", {"text": texts})
