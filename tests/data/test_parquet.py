@@ -137,7 +137,7 @@ def test_a_damaged_file_is_refused_by_name(write, tmp_path, tokenizer, damage):
 
 
 def test_a_column_is_read_in_parts(write):
-    texts = [f"{number:x}" * 500 for number in range(8_000)]
+    texts = [f"{number:x}" * 500 for number in range(24_000)]
     size = sum(map(len, texts))
     columns = {"text": texts, "other": texts}
     path = write("x.parquet", columns, compression="none", use_dictionary=False, row_group_size=1000)
